@@ -117,13 +117,14 @@ def balancing(balancer: str, tmp_path: Path, text: str, addresses: Sequence[str]
         process.stderr.close()
 
 
-def where_installed(name: str) -> Any:
-    """A mark, so that nothing is started for a test that is skipped."""
+def where_installed(name: str, *marks: pytest.MarkDecorator) -> Any:
+    """Marked, so that nothing is started for a test that is skipped."""
     reason = f"{name} is not installed (Debian: apt-get install {name})"
-    return pytest.param(name, marks=pytest.mark.skipif(shutil.which(name) is None, reason=reason))
+    return pytest.param(name, marks=[pytest.mark.skipif(shutil.which(name) is None, reason=reason), *marks])
 
 
-BALANCERS = pytest.mark.parametrize("balancer", [where_installed("nginx"), where_installed("haproxy")])
+HAPROXY = where_installed("haproxy", pytest.mark.slow)
+BALANCERS = pytest.mark.parametrize("balancer", [where_installed("nginx"), HAPROXY])
 
 
 @BALANCERS
@@ -170,7 +171,7 @@ def in_a_drain() -> Iterator[float]:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("balancer", [where_installed("haproxy")])
+@pytest.mark.parametrize("balancer", [HAPROXY])
 @pytest.mark.parametrize("freezes", [True, False])
 def test_only_streams_of_a_frozen_router_are_cut_off(
     balancer: str, freezes: bool, tmp_path: Path, worker: Running

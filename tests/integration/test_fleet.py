@@ -49,6 +49,7 @@ def text_of(address: str, adapter_id: str) -> str:
         return client.generate(PROMPT, adapter_id=adapter_id, max_tokens=12, ignore_eos=True).text
 
 
+@pytest.mark.slow
 def test_a_fleet_comes_up_answers_and_leaves_nothing(tiny_world: TinyWorld, tmp_path: Path) -> None:
     with ray_nodes(tmp_path, spec_of(tiny_world, tmp_path), (2,)) as fleet:
         done = fleet.up("--wait", "120")

@@ -253,7 +253,7 @@ def test_native_products(family: str, is_stacked: bool, tmp_path: Path) -> None:
     sizes = SIZES if is_stacked else {}
     world = make_world(tmp_path, family, ADAPTERS, torch.float32, CpuBackend(native_kernels()), **sizes)
     assert world.rig.loaded.decoder is not None
-    assert (not world.rig.loaded.decoder.shape.names.mixers) is is_stacked
+    assert (not world.rig.loaded.decoder.shape.names.own_mixers) is is_stacked
     assert len(world.rig.loaded.experts) == 2
     assert all(one.fused is not None or one.products for one in world.rig.loaded.experts)
     adapters = [None, *range(len(ADAPTERS)), None]

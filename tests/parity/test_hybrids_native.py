@@ -25,7 +25,13 @@ NUM_TOKENS = 10
 APART = "qwen3_5-apart"  # with channels of Gated DeltaNet that a stack of layers does not know
 QUICK = ("qwen3_5", "qwen3_next", APART, "granitemoehybrid", "mamba")
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*HYBRIDS, APART)]
-IN_STACKS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # where Gated DeltaNet is in the same native call as all layers
+IN_STACKS = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "granitemoehybrid",
+    "bamba",
+)  # with mixers in the call of all layers
 # Rows of states that the kernels know.
 SIZES = {
     **dict.fromkeys(
@@ -61,7 +67,7 @@ def test_equals_the_whole_text(family: str, tmp_path: Path, monkeypatch: pytest.
         check_logits(rig.logits(job), want, job.tokens, TOLERANCE)
     assert len({tuple(job.tokens) for job in jobs}) > 4, "the model says the same to everything"
     layers = rig.loaded.decoder.weights if rig.loaded.decoder is not None else ()
-    assert any(layer.delta is not None for layer in layers) is (family in IN_STACKS)
+    assert any(layer.mixer is not None for layer in layers) is (family in IN_STACKS)
     assert computed[True] > 10  # of drafts alone, in a stack
     assert not computed[False], "a recurrence that the kernels do not know"
 

@@ -7,14 +7,14 @@ bit of its logits, whatever else is in the batch and however it was drafted.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import BOFTConfig, IA3Config, OFTConfig, PeftConfig, PeftModel
+from peft import BOFTConfig, IA3Config, LoraConfig, OFTConfig, PeftConfig, PeftModel
 from support.dense import check_logits, dense_logits, generated_logits, make_dense
 from support.driver import Job, Rig, make_rig, random_prompts
 from support.lora_cases import bits
@@ -177,6 +177,9 @@ def mixed_jobs(seed: int = 8, longest: int = 30) -> list[Job]:
         "llama-40",
         "gpt_neox-40",
         "qwen3_5",
+        "granite4",
+        "granite4-experts",
+        "bamba",
     ],
 )
 def test_mixed_batch_equals_peft(best: str, family: str, tmp_path: Path) -> None:
@@ -218,6 +221,23 @@ def test_saved_layer_norms_equal_peft(best: str, tmp_path: Path) -> None:
         check_logits(rig.logits(job), want, job.tokens)
 
 
+@pytest.mark.parametrize("family", ["granite4", "bamba"])
+def test_saved_norms_of_mixers_equal_peft(best: str, family: str, tmp_path: Path) -> None:
+    """Those with gates, of Mamba 2, as well; rows beside keep the base's."""
+    base = make_dense(native_model(family))
+    norms = {path.rpartition(".")[2] for path, one in base.named_modules() if "norm" in type(one).__name__.lower()}
+    config = LoraConfig(r=2, target_modules=["in_proj"], modules_to_save=sorted(norms))
+    peft = save_variant(base, config, tmp_path / "norms")
+    rig = native_rig(base, native_kernels(), max_rows=6)
+    assert any(path.endswith(".mamba.norm") for path in rig.slots.norm_ptrs)
+    rig.slots.install(1, load_lora(tmp_path, "norms", rig.loaded.base_targets(max_rank=16)))
+    jobs = [Job([5, 6, 7 + idx], NUM_TOKENS, adapters) for idx, adapters in enumerate([(), (AdapterUse(1),), ()])]
+    rig.run(jobs)
+    for job in jobs:
+        want = dense_logits(peft if job.adapters else base, job.prompt, job.tokens)
+        check_logits(rig.logits(job), want, job.tokens)
+
+
 # --- bits -------------------------------------------------------------------------------------------------------------
 
 
@@ -225,18 +245,31 @@ EMBEDDING = next(slot for slot, spec in enumerate(SPECS) if spec.targets == "emb
 HEAD = 3  # SPECS[3]
 
 
+def in_both(families: Sequence[str], quick: Sequence[str], also_quick: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Families in both dtypes. `quick`: those whose float32 is not slow; bfloat16 is not slow in these, nor in
+    `also_quick`."""
+
+    def marks(family: str, dtype: torch.dtype) -> Sequence[pytest.MarkDecorator]:
+        is_quick = family in quick or (dtype == torch.bfloat16 and family in also_quick)
+        return () if is_quick else (pytest.mark.slow,)
+
+    return pytest.mark.parametrize(
+        ("family", "dtype"),
+        [pytest.param(family, dtype, marks=marks(family, dtype)) for family in families for dtype in DTYPES],
+    )
+
+
 def same_bits(rig: Rig, job: Job, other_rig: Rig, other: Job) -> bool:
     return torch.equal(bits(rig.logits(job)), bits(other_rig.logits(other))) and job.tokens == other.tokens
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("llama", "qwen3", "gemma3", "gemma4", "llama-gelu", "qwen3_moe", "gpt_neox", "glm4", "deepseek_v2"),
-        *("qwen3-40", "qwen3_5", "granite4"),
-    ],
+BITWISE = (
+    *("llama", "qwen3", "gemma3", "gemma4", "llama-gelu", "qwen3_moe", "gpt_neox", "glm4", "deepseek_v2"),
+    *("qwen3-40", "qwen3_5", "granite4", "granite4-channels"),
 )
+
+
+@in_both(BITWISE, quick=("llama", "qwen3_5"), also_quick=BITWISE)
 def test_logits_have_the_same_bits_in_any_batch(isa: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """A text has the same bits alone and together, cut into chunks of any size, in steps of a few tokens and of more
     than a hundred, with and without drafts, by one thread and by three."""
@@ -266,8 +299,9 @@ OTHER_INPUTS: dict[str, PeftConfig] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "gemma4-keys", "llama-gelu", "ministral3"])
+@in_both(
+    ("llama", "gemma3", "gemma4", "gemma4-keys", "llama-gelu", "ministral3"), quick=("llama",), also_quick=("gemma4",)
+)
 def test_rows_beside_richer_adapters_have_the_same_bits(
     best: str, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

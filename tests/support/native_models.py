@@ -27,11 +27,11 @@ STACKED: Final = (
     *("gpt_neox", "gpt_neox-sequential", "phi", "glm4", "ministral3"),
     *("gemma4", "gemma4-keys"),
     *("llama-40", "qwen3-40", "olmo2-40", "phi3-40", "gpt_neox-40", "stablelm-40"),
-    *("qwen3_5", "qwen3_next"),
+    *("qwen3_5", "qwen3_next", "granite4", "granite4-experts", "bamba"),
 )
 NOT_STACKED: Final = ("cohere", "gpt2", "llama4-chunks", "bloom", "mpt", "falcon", "falcon-alibi")
 # Those whose attention, or what is in its place, stays the model's own module.
-OWN_MIXERS: Final = ("deepseek_v2", "granite4", "qwen3_5-channels")
+OWN_MIXERS: Final = ("deepseek_v2", "qwen3_5-channels", "granite4-channels")
 _KEYS_AS_VALUES: Final[dict[str, Any]] = {
     "global_head_dim": 64,
     "hidden_size_per_layer_input": 0,
@@ -39,6 +39,7 @@ _KEYS_AS_VALUES: Final[dict[str, Any]] = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
 }
+_MAMBA2: Final[dict[str, Any]] = {"mamba_n_heads": 16, "mamba_d_head": 16}
 # Families, and their changes.
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
@@ -47,10 +48,10 @@ VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen3_5": ("qwen3_5", {"linear_value_head_dim": 16}),
     "qwen3_next": ("qwen3_next", {"linear_value_head_dim": 16, "moe_intermediate_size": 32}),
     "qwen3_5-channels": ("qwen3_5", {"linear_value_head_dim": 16, "linear_key_head_dim": 6}),
-    "granite4": (
-        "granitemoehybrid",
-        {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 16, "mamba_d_head": 16},
-    ),
+    "granite4": ("granitemoehybrid", _MAMBA2 | {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 2}),
+    "granite4-experts": ("granitemoehybrid", _MAMBA2),
+    "granite4-channels": ("granitemoehybrid", _MAMBA2 | {"num_local_experts": 0, "mamba_d_state": 6}),
+    "bamba": ("bamba", _MAMBA2),
     # Values of 64 features, and keys of 96.
     "deepseek_v2": (
         "deepseek_v2",

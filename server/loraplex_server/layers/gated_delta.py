@@ -2,7 +2,7 @@
 
 Its gates are computed from the mixer's input (arXiv 2412.06464). Transformers' families compute the same in the
 module's own forward, and differ in the linears that it begins with. That forward is replaced: gates are then computed
-with the recurrence, and for a row alike in any step. A back end may compute a whole module, as `DeltaSpec` describes.
+with the recurrence, and for a row alike in any step.
 """
 
 from __future__ import annotations
@@ -39,56 +39,18 @@ def _by_key_heads(module: Any, x: Tensor) -> Projected:
     return torch.cat([one.flatten(2) for one in (q, k, v)], dim=-1), z, a, b
 
 
+APART = Layout(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _apart)  # Qwen 3.5
+BY_KEY_HEADS = Layout(("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering"), _by_key_heads)  # Qwen3-Next
 PARTS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "head_k_dim", "head_v_dim", "key_dim")
-LAYOUTS = (
-    Layout(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _apart),  # Qwen 3.5
-    Layout(("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering"), _by_key_heads),  # Qwen3-Next
-)
 
 
 def layout_of(module: nn.Module) -> Layout | None:
     """The layout whose parts the module has, with silu behind the convolution; None of another mixer."""
     if getattr(module, "activation", None) not in ("silu", "swish"):
         return None
-    return next((one for one in LAYOUTS if all(hasattr(module, name) for name in (*PARTS, *one.names))), None)
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaSpec:
-    """Heads of one module, how its linears' outputs lie, and where its states are."""
-
-    num_keys: int  # heads of queries and keys
-    num_heads: int  # of values
-    k_dim: int
-    v_dim: int
-    first_state: int  # index of its convolution's state; that of the delta rule follows
-    # One linear gives q, k, v and z of a head of keys after the other, and another one b and a; else each of q, k and v
-    # together, z, b and a is a linear.
-    by_key_heads: bool = False
-
-    @property
-    def key_size(self) -> int:
-        """Features of all heads' queries, or keys."""
-        return self.num_keys * self.k_dim
-
-    @property
-    def size(self) -> int:
-        """Features of all heads' values."""
-        return self.num_heads * self.v_dim
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution."""
-        return 2 * self.key_size + self.size
-
-    @staticmethod
-    def of(module: Any, first_state: int) -> DeltaSpec | None:
-        """None: of another module."""
-        layout = layout_of(module)
-        if layout is None or not (hasattr(module, "num_k_heads") and hasattr(module, "num_v_heads")):
-            return None
-        dims = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
-        return DeltaSpec(*dims, first_state, by_key_heads=layout.project is _by_key_heads)
+    return next(
+        (one for one in (APART, BY_KEY_HEADS) if all(hasattr(module, name) for name in (*PARTS, *one.names))), None
+    )
 
 
 def recurrences_of(module: Any) -> tuple[Convolution, LinearAttention]:

@@ -91,7 +91,7 @@ class DirectForward:
         hidden = self._model.get_submodule(self._embedding)(input_ids)
         rotations = {kind: table(position_ids) for kind, table in self._rotary.items()}
         for layer, kind in self._layers:
-            hidden = layer(
+            answer = layer(
                 hidden,
                 attention_mask=None,
                 position_ids=position_ids,
@@ -99,6 +99,7 @@ class DirectForward:
                 position_embeddings=rotations[kind],
                 **{CACHE: None},
             )
+            hidden = answer[0] if isinstance(answer, tuple) else answer
         hidden = self._model.get_submodule(self._norm)(hidden)
         return self._model.get_submodule(self._head)(hidden if head_rows is None else hidden.index_select(1, head_rows))
 

@@ -99,7 +99,7 @@ def verify_loaded(loaded: LoadedModel, texts: Sequence[Text], direct: DirectForw
         log.warning("over paged attention logits are off by %.0f %% in %s", 100 * found.error, loaded.dtype_name)
     if direct is not None:
         # In one step: each reads all weights. Rows have the same bits in any, but for torch's attention in mixers.
-        if loaded.decoder is not None and loaded.decoder.shape.names.mixers:
+        if loaded.decoder is not None and loaded.decoder.shape.names.own_mixers:
             got = served_logits(loaded, texts, cuts=())
         loaded.direct = direct
         if not all(map(torch.equal, got, served_logits(loaded, texts, cuts=()))):

@@ -50,34 +50,22 @@ class NativeRecurrences:
         q, k, v = (_rows(x) for x in inputs[:3])
         (num_tokens, num_heads, v_dim), (_, num_keys, k_dim) = v.shape, k.shape
         is_known = states.dtype == torch.float32 and v_dim % DIM_MULTIPLE == 0 and max(k_dim, v_dim) <= MAX_DIM
-        of_heads = [] if run.skips is None else [run.skips]
-        if run.gates is not None:
-            of_heads += [run.gates.rates, run.gates.biases]
-            is_known &= inputs[3].dtype == v.dtype
-        is_known &= all(one.dtype == torch.float32 for one in of_heads)
+        is_known &= has_floats(run) and (run.gates is None or inputs[3].dtype == v.dtype)
         if not is_known or v.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
             return None
         gate_dtype = torch.float32 if run.gates is None else v.dtype
         decay, *rest = (one.to(gate_dtype).contiguous() for one in inputs[3:])
         beta = rest[0].data_ptr() if rest else None
         out = torch.empty(num_tokens, num_heads, v_dim, dtype=v.dtype if run.rounds else torch.float32)
-        linear = Linear(
-            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), states=states.data_ptr(),
-            q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
-            gate_stride=num_heads, out_stride=num_heads * v_dim,
-            num_heads=num_heads, num_keys=num_keys, k_dim=k_dim, v_dim=v_dim,
-            decay_by_channel=decay.dim() == 3, is_delta=run.is_delta, normalizes=run.normalizes,
-            scale=run.scale, rounds=run.rounds,
-        )  # fmt: skip
+        linear = linear_of(run, num_keys, num_heads, k_dim, v_dim)
+        linear.q, linear.k, linear.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        linear.q_stride, linear.k_stride, linear.v_stride = q.stride(0), k.stride(0), v.stride(0)
+        linear.gate_stride, linear.decay_by_channel = num_heads, decay.dim() == 3
+        linear.out, linear.out_stride, linear.states = out.data_ptr(), num_heads * v_dim, states.data_ptr()
         if run.gates is None:
             linear.decay, linear.beta = decay.data_ptr(), beta
         else:
             linear.a, linear.b = decay.data_ptr(), beta
-            linear.rates, linear.biases = run.gates.rates.data_ptr(), run.gates.biases.data_ptr()
-            if isinstance(run.gates, TimeSteps):
-                linear.least, linear.most = run.gates.limits
-        if run.skips is not None:
-            linear.skips = run.skips.data_ptr()
         self._kernels.attend_linearly(v.dtype, linear, self._pieces(places))
         return out
 
@@ -100,6 +88,27 @@ class NativeRecurrences:
             bias = None if run.bias is None else run.bias.detach().to(torch.float32).contiguous()
             found = self._weights[run.weight.data_ptr()] = (run.weight, wide, bias)
         return found[1:]
+
+
+def has_floats(run: LinearAttention) -> bool:
+    """True if a recurrence's own tensors are in the dtype that the kernels read."""
+    own = [] if run.gates is None else [run.gates.rates, run.gates.biases]
+    return all(one.dtype == torch.float32 for one in (*own, *([] if run.skips is None else [run.skips])))
+
+
+def linear_of(run: LinearAttention, num_keys: int, num_heads: int, k_dim: int, v_dim: int) -> Linear:
+    """Sizes, form and own tensors of a recurrence as the kernels read them; the caller keeps the tensors meanwhile."""
+    linear = Linear(
+        num_keys=num_keys, num_heads=num_heads, k_dim=k_dim, v_dim=v_dim,
+        is_delta=run.is_delta, normalizes=run.normalizes, scale=run.scale, rounds=run.rounds,
+    )  # fmt: skip
+    if run.gates is not None:
+        linear.rates, linear.biases = run.gates.rates.data_ptr(), run.gates.biases.data_ptr()
+    if isinstance(run.gates, TimeSteps):
+        linear.least, linear.most = run.gates.limits
+    if run.skips is not None:
+        linear.skips = run.skips.data_ptr()
+    return linear
 
 
 def pieces_of(places: Places) -> Pieces:

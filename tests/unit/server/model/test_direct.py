@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 # They do more beside their layers.
-OWN_PASS = ("gemma2", "gemma4", "granite", "cohere2")
+OWN_PASS = ("gemma2", "gemma4", "granite", "granite4", "granite4-experts", "cohere2")
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from loraplex_server.backends.equivalence import compare
 from loraplex_server.backends.fusion import NormForm, find_norm, norm_eps
 from loraplex_server.layers.attention import AttentionSpec
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.gated_delta import DeltaSpec
+from loraplex_server.layers.mixers import MixerSpec, spec_of
 from loraplex_server.layers.quantization import WeightFormat
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class FoundStack:
         for part, _ in self.parts:
             modules.append(part)
             if isinstance(part, StackPart):  # a model looks for as many layers as have kinds
-                modules += [ComputedLayer() for _ in range(part.num_layers - 1)]
+                modules += [ComputedLayer(self.stack.shape.names) for _ in range(part.num_layers - 1)]
         model.set_submodule(self.path, nn.ModuleList(modules))
         if self.norm is not None:
             model.set_submodule(*self.norm)
@@ -117,7 +117,7 @@ def find_stack(
 
 def _take(
     layers: list[nn.Module],
-    specs: list[AttentionSpec | DeltaSpec | None],
+    specs: list[AttentionSpec | MixerSpec | None],
     shape: StackShape,
     kernels: NativeKernels,
     proof: LayerProof,
@@ -160,10 +160,10 @@ def _lists_of_layers(model: PreTrainedModel, num_layers: int) -> Iterator[tuple[
 
 
 def _fits(layers: list[nn.Module], kind: LayerNames, num_attending: int) -> bool:
-    """True if some layers have what sets the kind apart: Gated DeltaNet, or a mixer of the model's own."""
+    """True if some layers have what sets the kind apart: a mixer of known parts, or one of the model's own."""
     if not kind.keeps_states:
         return len(layers) == num_attending
-    names = (kind.delta,) if kind.delta else kind.mixers
+    names = (kind.mixer,) if kind.mixer else kind.own_mixers
     return any(isinstance(getattr(layer, name, None), nn.Module) for layer in layers for name in names)
 
 
@@ -179,7 +179,8 @@ def _is_within(path: str, modules: Sequence[str]) -> bool:
 
 
 def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
-    if kind.feed_forward and not hasattr(layer, kind.feed_forward):
+    feed_forward = (kind.feed_forward, kind.beside_feed_forward)
+    if not all(isinstance(getattr(layer, path, None), nn.Module) for path in feed_forward if path):
         return False
     absent = [path for path in kind.token_mixers if not isinstance(getattr(layer, path, None), nn.Module)]
     if len(absent) + 1 != len(kind.token_mixers):
@@ -192,8 +193,9 @@ def _is_of_kind(layer: nn.Module, kind: LayerNames) -> bool:
     }
     found = {name for name in found if not _is_within(name, kind.own_parts)}
     common = {*linears.values(), *kind.norms.values(), kind.act, kind.input_act} - {""}
-    if kind.delta and kind.delta not in absent:
-        common |= {f"{kind.delta}.{part}" for part in ("conv1d", "norm")}
+    if kind.mixer and kind.mixer not in absent:
+        common |= {f"{kind.mixer}.{part}" for part in ("conv1d", "norm")}
+        found.discard(f"{kind.mixer}.act")  # silu, as the spec has it
     missing = common - found
     may_miss = {linears.get(part, "") for part in ("k", "v")}
     return (
@@ -208,16 +210,16 @@ def _specs(
     names: LayerNames,
     attention: list[tuple[nn.Module, AttentionSpec]],
     first_states: Mapping[nn.Module, int],
-) -> list[AttentionSpec | DeltaSpec | None]:
+) -> list[AttentionSpec | MixerSpec | None]:
     """Of each layer; None of those whose attention, or what is in its place, is the model's own module."""
-    seen, found = iter(attention), list[AttentionSpec | DeltaSpec | None]()
+    seen, found = iter(attention), list[AttentionSpec | MixerSpec | None]()
     for layer in layers:
-        delta: nn.Module | None = getattr(layer, names.delta, None) if names.delta else None
+        mixer: nn.Module | None = getattr(layer, names.mixer, None) if names.mixer else None
         own: nn.Module | None = getattr(layer, names.attention, None) if names.attends else None
-        if delta is not None:
-            spec = DeltaSpec.of(delta, first_states[delta]) if delta in first_states else None
+        if mixer is not None:
+            spec = spec_of(mixer, first_states[mixer]) if mixer in first_states else None
             if spec is None:
-                raise NoMatch(f"a {type(delta).__name__} of another kind")
+                raise NoMatch(f"a {type(mixer).__name__} of another kind")
             found.append(spec)
             continue
         module, spec = (None, None) if own is None else next(seen, (None, None))
@@ -230,7 +232,7 @@ def _specs(
 
 
 def _shape(
-    layers: list[nn.Module], names: LayerNames, specs: list[AttentionSpec | DeltaSpec | None], kernels: NativeKernels
+    layers: list[nn.Module], names: LayerNames, specs: list[AttentionSpec | MixerSpec | None], kernels: NativeKernels
 ) -> StackShape:
     layer = layers[0]
     attending = [(one, spec) for one, spec in zip(layers, specs, strict=True) if isinstance(spec, AttentionSpec)]
@@ -297,18 +299,15 @@ def _form_of_layer_norm(norm: nn.Module) -> NormForm | None:
 def _final_norm(
     model: PreTrainedModel, path: str, shape: StackShape, kernels: NativeKernels
 ) -> tuple[str, NativeNorm] | None:
-    """The norm beside the list of layers, where it is of the layers' own kind, which has been proven by then."""
-    parent, _, _ = path.rpartition(".")
-    norm_path = f"{parent}.norm" if parent else "norm"
-    layer = model.get_submodule(f"{path}.0")
-    try:
-        norm = model.get_submodule(norm_path)
-    except AttributeError:
-        return None
-    own = layer.get_submodule(next(iter(shape.names.norms.values())))
-    weight, eps = getattr(norm, "weight", None), norm_eps(norm)
-    if type(norm) is not type(own) or not isinstance(weight, Tensor) or eps is None or shape.is_layer_norm:
-        return None
-    if weight.dtype != cast(Tensor, own.weight).dtype:
-        return None
-    return norm_path, NativeNorm(kernels, cast(nn.Parameter, weight), eps, shape.norm_form)
+    """The norm of hidden states beside the list of layers, where it is of the layers' own kind, which has been proven
+    by then."""
+    parent, dot, _ = path.rpartition(".")
+    own = model.get_submodule(f"{path}.0").get_submodule(next(iter(shape.names.norms.values())))
+    like = cast(Tensor, own.weight)
+    for name, norm in model.get_submodule(parent).named_children():
+        weight, eps = getattr(norm, "weight", None), norm_eps(norm)
+        if type(norm) is not type(own) or not isinstance(weight, nn.Parameter) or eps is None or shape.is_layer_norm:
+            continue
+        if (weight.dtype, weight.shape) == (like.dtype, like.shape):
+            return f"{parent}{dot}{name}", NativeNorm(kernels, weight, eps, shape.norm_form)
+    return None

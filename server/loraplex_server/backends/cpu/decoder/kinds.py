@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from torch import Tensor
+
+MIXER_INPUTS: Final = ("mixer_in0", "mixer_in1", "mixer_in2", "mixer_in3")  # in the order of a mixer's `Layout`
 HEAD_NORMS: Final = {part: f"self_attn.{part}" for part in ("q_norm", "k_norm", "v_norm")}
 
 
@@ -28,14 +31,17 @@ class LayerNames:
     input_act: str = ""  # the activation of what is computed of the layer's own input; "": it has none
     # Modules that are the model's own in the place of attention with its linears. A layer has one of them, or attention
     # where its linears are among these.
-    mixers: tuple[str, ...] = ()
-    delta: str = ""  # Gated DeltaNet with linears of these, in attention's place in some layers
+    own_mixers: tuple[str, ...] = ()
+    mixer: str = ""  # one of known parts (`MixerSpec`) with linears of these, in attention's place in some layers
     head_norms: Mapping[str, str] = field(default_factory=lambda: HEAD_NORMS)  # of heads, which a layer may have
+    # A module of the model's own that reads what `feed_forward` reads, whose output is added to that one's.
+    beside_feed_forward: str = ""
+    answers_more: bool = False  # a layer answers with a pair, whose second is None
 
     @property
     def own_parts(self) -> tuple[str, ...]:
         """Paths of the parts that are the model's own."""
-        return (*self.mixers, self.feed_forward) if self.feed_forward else self.mixers
+        return tuple(path for path in (*self.own_mixers, self.feed_forward, self.beside_feed_forward) if path)
 
     @property
     def attends(self) -> bool:
@@ -45,12 +51,12 @@ class LayerNames:
     @property
     def keeps_states(self) -> bool:
         """True if some layers have a recurrence."""
-        return bool(self.mixers or self.delta)
+        return bool(self.own_mixers or self.mixer)
 
     @property
     def token_mixers(self) -> tuple[str, ...]:
         """Paths of the modules of which each layer has one: attention, and what may stand in its place."""
-        return tuple(path for path in (self.attention if self.attends else "", self.delta, *self.mixers) if path)
+        return tuple(path for path in (self.attention if self.attends else "", self.mixer, *self.own_mixers) if path)
 
     @property
     def merges_qkv(self) -> bool:
@@ -62,25 +68,31 @@ class LayerNames:
         """True if gate and up are one linear."""
         return "gate" in self.linears and "up" not in self.linears
 
+    def answer(self, hidden: Tensor) -> Tensor | tuple[Tensor, None]:
+        """A layer's answer with these states."""
+        return (hidden, None) if self.answers_more else hidden
+
     def without(self, *paths: str) -> LayerNames:
         """The same with these modules in attention's place as the model's own."""
         linears = {part: path for part, path in self.linears.items() if path.partition(".")[0] not in paths}
-        delta = "" if self.delta in paths else self.delta
+        mixer = "" if self.mixer in paths else self.mixer
         head_norms = {} if self.attention in paths else self.head_norms
-        return replace(self, linears=linears, mixers=(*paths, *self.mixers), delta=delta, head_norms=head_norms)
+        return replace(self, linears=linears, own_mixers=(*paths, *self.own_mixers), mixer=mixer, head_norms=head_norms)
 
 
 _ATTENTION: Final = {part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")}
 _GATED: Final = {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _DELTA: Final = {
-    **{f"delta_{part}": f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")},
-    "delta_o": "linear_attn.out_proj",
+    **{name: f"linear_attn.in_proj_{part}" for name, part in zip(MIXER_INPUTS, ("qkv", "z", "b", "a"), strict=True)},
+    "mixer_out": "linear_attn.out_proj",
 }
 _DELTA_BY_KEY_HEADS: Final = {
-    "delta_qkv": "linear_attn.in_proj_qkvz",
-    "delta_b": "linear_attn.in_proj_ba",
-    "delta_o": "linear_attn.out_proj",
+    **{name: f"linear_attn.in_proj_{parts}" for name, parts in zip(MIXER_INPUTS, ("qkvz", "ba"), strict=False)},
+    "mixer_out": "linear_attn.out_proj",
 }
+_MAMBA2: Final = {"mixer_in0": "mamba.in_proj", "mixer_out": "mamba.out_proj"}
+_FEED_FORWARD: Final = {part: f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+_SHARED: Final = {"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}
 _SPLIT: Final = {**_ATTENTION, **_GATED}
 _GATE_UP: Final = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
 _MERGED: Final = {"q": "self_attn.qkv_proj", "o": "self_attn.o_proj", **_GATE_UP}
@@ -95,27 +107,39 @@ _NORMS_OF_GLM: Final = {
     "attention_norm": "post_self_attn_layernorm",
     "ffn_norm": "post_mlp_layernorm",
 }
-# Layers with attention beside layers with Gated DeltaNet: Qwen 3.5, also with experts, and Qwen3-Next.
-_DELTAS: Final = (
-    LayerNames({**_ATTENTION, **_DELTA, **_GATED}, _NORMS_BEFORE, delta="linear_attn"),
-    LayerNames({**_ATTENTION, **_DELTA}, _NORMS_BEFORE, "", "mlp", delta="linear_attn"),
-    LayerNames({**_ATTENTION, **_DELTA_BY_KEY_HEADS}, _NORMS_BEFORE, "", "mlp", delta="linear_attn"),
+_NORMS_OF_JAMBA: Final = {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"}
+# Layers with attention beside layers with a mixer of known parts.
+_MIXERS: Final = (
+    LayerNames({**_ATTENTION, **_DELTA, **_GATED}, _NORMS_BEFORE, mixer="linear_attn"),  # Qwen 3.5
+    LayerNames({**_ATTENTION, **_DELTA}, _NORMS_BEFORE, "", "mlp", mixer="linear_attn"),  # the same with experts
+    LayerNames({**_ATTENTION, **_DELTA_BY_KEY_HEADS}, _NORMS_BEFORE, "", "mlp", mixer="linear_attn"),  # Qwen3-Next
+    LayerNames(
+        {**_ATTENTION, **_MAMBA2, **_SHARED}, _NORMS_BEFORE, "shared_mlp.activation", mixer="mamba"
+    ),  # Granite 4
+    LayerNames(
+        {**_ATTENTION, **_MAMBA2},
+        _NORMS_BEFORE,
+        "",
+        "block_sparse_moe",
+        mixer="mamba",
+        beside_feed_forward="shared_mlp",
+    ),  # the same with experts
+    LayerNames(
+        {**_ATTENTION, **_MAMBA2, **_FEED_FORWARD},
+        _NORMS_OF_JAMBA,
+        "feed_forward.act_fn",
+        mixer="mamba",
+        answers_more=True,
+    ),  # Bamba
 )
 # Layers with attention beside layers with another recurrence in its place.
 _HYBRIDS: Final = (
-    LayerNames(_SPLIT, _NORMS_BEFORE, mixers=("linear_attn",)),  # Qwen 3.5 of other sizes than a stack knows
+    LayerNames(_SPLIT, _NORMS_BEFORE, own_mixers=("linear_attn",)),  # Qwen 3.5 of other sizes than a stack knows
     LayerNames(
-        {**_ATTENTION, **{part: f"feed_forward.{part}_proj" for part in _GATED}},
-        {"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"},
-        "feed_forward.act_fn",
-        mixers=("mamba",),
+        {**_ATTENTION, **_FEED_FORWARD}, _NORMS_OF_JAMBA, "feed_forward.act_fn", own_mixers=("mamba",)
     ),  # Jamba without experts
-    LayerNames(
-        {**_ATTENTION, "gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
-        _NORMS_BEFORE,
-        "shared_mlp.activation",
-        mixers=("mamba",),
-    ),  # Granite 4
+    # Those with Mamba 2 of other sizes than a stack knows.
+    *(kind.without("mamba") for kind in _MIXERS if kind.mixer == "mamba"),
     LayerNames(
         {
             **_ATTENTION,
@@ -126,10 +150,12 @@ _HYBRIDS: Final = (
         },
         {"norm1": "operator_norm", "norm2": "ffn_norm"},
         "",
-        mixers=("conv",),
+        own_mixers=("conv",),
         head_norms={"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"},
     ),  # LFM2
-    LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp", mixers=("linear_attn",)),  # the same with experts, and Qwen3-Next
+    LayerNames(
+        _ATTENTION, _NORMS_BEFORE, "", "mlp", own_mixers=("linear_attn",)
+    ),  # the same with experts, and Qwen3-Next
 )
 KINDS: Final = (
     LayerNames(_SPLIT, _NORMS_BEFORE),  # Llama, Qwen, Gemma, Granite
@@ -144,14 +170,17 @@ KINDS: Final = (
     LayerNames(_SPLIT, _NORM_OF_BOTH, is_parallel=True),  # Cohere
     LayerNames(_ATTENTION, _NORMS_BEFORE, "", "mlp"),  # Mixtral, Qwen MoE, OLMoE, gpt-oss
     LayerNames(_ATTENTION, _NORMS_BEFORE, "", "block_sparse_moe"),  # Granite MoE
+    LayerNames(
+        _ATTENTION, _NORMS_BEFORE, "", "block_sparse_moe", beside_feed_forward="shared_mlp"
+    ),  # the same with a shared expert
     LayerNames(_ATTENTION, _NORMS_BEHIND, "", "mlp"),  # FlexOlmo
     LayerNames({**_ATTENTION, "o": "self_attn.dense"}, _NORM_OF_BOTH, "", "mlp", is_parallel=True),  # Phi 1.5
     *(
         LayerNames(_GROUPED, _NORMS_BEFORE, "", "mlp", is_parallel, is_grouped=True, attention="attention")
         for is_parallel in (True, False)
     ),  # GPT-NeoX
-    *_DELTAS,
-    *(kind.without("self_attn") for kind in _DELTAS),
+    *_MIXERS,
+    *(kind.without("self_attn") for kind in _MIXERS),
     *_HYBRIDS,
     *(kind.without("self_attn") for kind in _HYBRIDS),  # those with attention of another kind, and DeepSeek
 )

@@ -13,20 +13,19 @@ from torch import Tensor, nn
 from loraplex_server.backends.cpu.attention import reason_against
 from loraplex_server.backends.cpu.decoder.kinds import HEAD_NORMS, LayerNames
 from loraplex_server.backends.cpu.decoder.weights import (
-    DeltaWeights,
     LayerShape,
     LayerWeights,
+    MixerWeights,
     StackShape,
     linears_of,
     packed_sizes,
     projection_outputs,
 )
 from loraplex_server.backends.cpu.native.kernels import BAND, NativeKernels, PackedWeight
-from loraplex_server.backends.cpu.recurrences import DIM_MULTIPLE, MAX_DIM, MAX_WIDTH
+from loraplex_server.backends.cpu.recurrences import DIM_MULTIPLE, MAX_DIM, MAX_WIDTH, has_floats
 from loraplex_server.backends.fusion import norm_eps
 from loraplex_server.layers.attention import AttentionSpec
-from loraplex_server.layers.gated_delta import DeltaSpec, recurrences_of
-from loraplex_server.layers.recurrences import Gates
+from loraplex_server.layers.mixers import MixerSpec, recurrences_of
 
 SCALE: Final = "layer_scalar"  # of a layer's output
 
@@ -49,16 +48,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layer_shape(layer: nn.Module, names: LayerNames, mixer: AttentionSpec | DeltaSpec | None) -> LayerShape:
-    spec = mixer if isinstance(mixer, AttentionSpec) else None
+def _layer_shape(layer: nn.Module, names: LayerNames, token_mixer: AttentionSpec | MixerSpec | None) -> LayerShape:
+    spec = token_mixer if isinstance(token_mixer, AttentionSpec) else None
     linears = {part: path for part, path in names.linears.items() if _has(layer, path)}
     if "k" in linears and "v" not in linears:  # values are keys before their norm
         linears = {part: linears.get(part, linears["k"]) for part in names.linears if part == "v" or part in linears}
     ffn_size = cast(nn.Linear, layer.get_submodule(linears["down"])).in_features if "down" in linears else 0
     if names.merges_gate_up and ffn_size % (BAND // 2):
         raise NoMatch("linears of gate and up together, of unusual shapes")
-    delta = mixer if isinstance(mixer, DeltaSpec) else None
-    own = LayerShape(spec, ffn_size, linears, delta, gates_heads=_gates_heads(layer, names, spec))
+    mixer = token_mixer if isinstance(token_mixer, MixerSpec) else None
+    own = LayerShape(spec, ffn_size, linears, mixer, gates_heads=_gates_heads(layer, names, spec))
     if spec is not None and ("k" in names.linears and "k" not in linears) != own.shares_kv:
         raise NoMatch("keys and values of earlier layers, of an unusual kind")
     return own
@@ -88,22 +87,22 @@ def _check_attention(spec: AttentionSpec, shape: StackShape) -> None:
 
 
 def pack(
-    layer: nn.Module, mixer: AttentionSpec | DeltaSpec | None, shape: StackShape, kernels: NativeKernels
+    layer: nn.Module, token_mixer: AttentionSpec | MixerSpec | None, shape: StackShape, kernels: NativeKernels
 ) -> LayerWeights:
-    """`mixer`: attention, or what stands in its place; None: a module of the model's own does. Raises NoMatch."""
-    own = _layer_shape(layer, shape.names, mixer)
+    """`token_mixer`: attention, or what stands in its place; None: a module of the model's own does. Raises NoMatch."""
+    own = _layer_shape(layer, shape.names, token_mixer)
     linears = {part: cast(nn.Linear, layer.get_submodule(path)) for part, path in own.linears.items()}
     if own.attention is not None:
         _check_attention(own.attention, shape)
-    if own.delta is not None:
-        _check_delta(own.delta)
+    if own.mixer is not None:
+        _check_mixer(own.mixer)
     if {part: tuple(linear.weight.shape) for part, linear in linears.items()} != _shapes_of_linears(shape, own):
         raise NoMatch("linears of unusual shapes")
     if not all(kernels.can_pack(one.weight) and one.weight.dtype == shape.dtype for one in linears.values()):
         raise NoMatch("a number of features that the kernels do not know")
     biased = [part for part in linears if part not in ("q", "k", "v", "o") and _bias(linears[part]) is not None]
     if biased:
-        raise NoMatch(f"biases in {'Gated DeltaNet' if own.delta is not None else 'the feed-forward part'}")
+        raise NoMatch(f"biases in {'a mixer' if own.mixer is not None else 'the feed-forward part'}")
     norms = {name: layer.get_submodule(path) for name, path in norms_of(layer, shape).items()}
     widths = _widths_of_norms(shape, own)
     for name, norm in norms.items():
@@ -131,49 +130,48 @@ def pack(
         input_gate=kernels.pack([linears["input_gate"].weight], shape.format) if shape.input_size else None,
         input_projection=kernels.pack([linears["input_projection"].weight], shape.format) if shape.input_size else None,
         scale=_scale(layer),
-        delta=_pack_delta(layer, own.delta, linears, shape, kernels) if own.delta is not None else None,
+        mixer=_pack_mixer(layer, own.mixer, linears, shape, kernels) if own.mixer is not None else None,
     )
 
 
-def _check_delta(spec: DeltaSpec) -> None:
+def _check_mixer(spec: MixerSpec) -> None:
     """Raises NoMatch where the kernels do not know heads of these sizes."""
     panel = BAND // 2
-    # The norm of a single head is one of hidden states to adapters, which may bring their own.
-    if spec.num_heads < 2 or spec.num_heads % spec.num_keys:
-        raise NoMatch(f"{spec.num_heads} heads of Gated DeltaNet with {spec.num_keys} of keys")
+    if spec.num_heads % spec.num_keys:
+        raise NoMatch(f"{spec.num_heads} heads of a mixer with {spec.num_keys} of keys")
     if spec.v_dim % DIM_MULTIPLE or max(spec.k_dim, spec.v_dim) > MAX_DIM:
-        raise NoMatch(f"Gated DeltaNet's heads of {spec.k_dim} and {spec.v_dim}")
+        raise NoMatch(f"a mixer's heads of {spec.k_dim} and {spec.v_dim}")
     if spec.channels % panel:
-        raise NoMatch(f"{spec.channels} channels in Gated DeltaNet, no multiple of {panel}")
+        raise NoMatch(f"{spec.channels} channels in a mixer, no multiple of {panel}")
 
 
-def _pack_delta(
-    layer: nn.Module, spec: DeltaSpec, linears: Mapping[str, nn.Linear], shape: StackShape, kernels: NativeKernels
-) -> DeltaWeights:
-    module: Any = layer.get_submodule(shape.names.delta)
+def _pack_mixer(
+    layer: nn.Module, spec: MixerSpec, linears: Mapping[str, nn.Linear], shape: StackShape, kernels: NativeKernels
+) -> MixerWeights:
+    module: Any = layer.get_submodule(shape.names.mixer)
     convolution, attention = recurrences_of(module)
-    weight, bias, gates = convolution.weight.detach(), convolution.bias, attention.gates
+    weight, bias = convolution.weight.detach(), convolution.bias
     eps, norm = norm_eps(module.norm), module.norm.weight
-    if eps is None or norm.dtype != shape.dtype or norm.shape != (module.head_v_dim,):
+    if eps is None or norm.dtype != shape.dtype or norm.dim() != 1 or len(norm) not in (spec.norm_size, spec.size):
         raise NoMatch(f"the norm {type(module.norm).__name__}")
     if weight.dtype != shape.dtype or weight.shape[1] > MAX_WIDTH:
         raise NoMatch("a convolution of another kind")
-    if not isinstance(gates, Gates) or gates.rates.dtype != torch.float32 or gates.biases.dtype != torch.float32:
+    if not has_floats(attention):
         raise NoMatch("gates of another kind")
     weights = [linears[part].weight for part in projection_outputs(spec)]
     filled = [
         one if len(one) == size else F.pad(one, (0, 0, 0, size - len(one)))
         for one, size in zip(weights, packed_sizes(spec), strict=True)
     ]
-    return DeltaWeights(
+    return MixerWeights(
         spec=spec,
         projection=kernels.pack(filled, shape.format),
-        o=kernels.pack([linears["delta_o"].weight], shape.format),
+        o=kernels.pack([linears["mixer_out"].weight], shape.format),
         convolution=convolution,
         attention=attention,
         conv_weight=weight.float().t().contiguous(),
         conv_bias=None if bias is None else bias.detach().float().contiguous(),
-        norm=norm,
+        norm=norm.detach() if len(norm) == spec.size else norm.detach().repeat(spec.size // len(norm)),
         norm_eps=eps,
     )
 
@@ -211,9 +209,9 @@ def _shapes_of_linears(shape: StackShape, own: LayerShape) -> dict[str, tuple[in
     common = {"o": (shape.hidden_size, rows)}
     if own.attention is None:
         outputs, common = {}, {}
-    if (delta := own.delta) is not None:
-        outputs |= projection_outputs(delta)
-        common["delta_o"] = shape.hidden_size, delta.size
+    if (mixer := own.mixer) is not None:
+        outputs |= projection_outputs(mixer)
+        common["mixer_out"] = shape.hidden_size, mixer.size
     elif shape.names.merges_qkv:
         outputs = {"q": rows + 2 * kv_rows}
     if not shape.names.feed_forward:

@@ -38,8 +38,8 @@ from loraplex_server.backends.cpu.native.kernels import NativeKernels
 from loraplex_server.backends.equivalence import compare
 from loraplex_server.layers.attention import HANDLE, AttentionBatch, AttentionSpec, LayerKv
 from loraplex_server.layers.context import StepContext
-from loraplex_server.layers.gated_delta import DeltaSpec
-from loraplex_server.layers.recurrences import NO_PLACE, Places, Recurrence
+from loraplex_server.layers.mixers import MixerSpec
+from loraplex_server.layers.recurrences import NO_PLACE, Places, Recurrence, TimeSteps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,7 +130,9 @@ class LayerProof:
             return
         wide, shape = copy.deepcopy(layer).float(), replace(self.shape, dtype=torch.float32, format=None)
         packed = replace(
-            pack(wide, weights.shape.mixer, shape, self._kernels), turns=weights.turns, own_parts=weights.own_parts
+            pack(wide, weights.shape.token_mixer, shape, self._kernels),
+            turns=weights.turns,
+            own_parts=weights.own_parts,
         )
         computed = self._compare(wide, packed, shape, self._wide[kind])
         if _values(wide).keys() == _known_values(wide, shape, weights.shape):
@@ -253,19 +255,20 @@ def _known_values(layer: nn.Module, shape: StackShape, own: LayerShape) -> set[s
     """Names of the values that a native layer has too."""
     modules = (*own.linears.values(), *norms_of(layer, shape).values())
     known = {f"{module}.{name}" for module in modules for name, _ in layer.get_submodule(module).named_parameters()}
-    if own.delta is not None:
-        parts = ("A_log", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")
-        known |= {f"{shape.names.delta}.{part}" for part in parts} & _values(layer).keys()
+    if own.mixer is not None:
+        parts = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight")
+        known |= {f"{shape.names.mixer}.{part}" for part in parts} & _values(layer).keys()
     return known | ({SCALE} if hasattr(layer, SCALE) else set())
 
 
 def _constants(weights: LayerWeights) -> tuple[Any, ...]:
     """Numbers and forms of a native layer beside its values."""
     constants = weights.eps, weights.qk_eps, weights.attention, tuple(weights.own_parts)
-    if weights.delta is None:
+    if weights.mixer is None:
         return constants
-    spec = replace(weights.delta.spec, first_state=0)
-    return *constants, spec, weights.delta.norm_eps, weights.delta.attention.scale
+    mixer = weights.mixer
+    limits = mixer.attention.gates.limits if isinstance(mixer.attention.gates, TimeSteps) else ()
+    return *constants, replace(mixer.spec, first_state=0), mixer.norm_eps, mixer.attention.scale, limits
 
 
 def _rotary_of(model: PreTrainedModel) -> nn.Module | None:
@@ -316,6 +319,8 @@ def _computed(
     finally:
         for module in attention:
             delattr(module, HANDLE)
+    if names.answers_more and isinstance(output, tuple) and output[1:] == (None,):
+        output = output[0]
     if not isinstance(output, Tensor):
         raise NoMatch("they answer with more than their states")
     return output
@@ -335,11 +340,11 @@ def _native_output(weights: LayerWeights, shape: StackShape, inputs: _Inputs, ke
         shared = _SharedKv(spec, shape.dtype)[""]
         stack.bind([LayerKv(*(one.transpose(1, 2).contiguous() for one in shared))])
     context.attention = plan_spans(_one_span())
-    if weights.delta is not None:
-        context.states = _NoPast(weights.delta.spec, weights.delta.conv_weight.shape, shape.dtype)
+    if weights.mixer is not None:
+        context.states = _NoPast(weights.mixer.spec, weights.mixer.conv_weight.shape, shape.dtype)
     with torch.inference_mode():
-        return stack(
-            inputs.states.clone(), inputs.of_layer, position_ids=inputs.positions, position_embeddings=inputs.rotary
+        return stack.run_layers(
+            slice(0, 1), inputs.states.clone(), (inputs.of_layer,), inputs.rotary, {"position_ids": inputs.positions}
         )
 
 
@@ -348,7 +353,7 @@ class _NoPast:
 
     keeps_inputs = False
 
-    def __init__(self, spec: DeltaSpec, weight_shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, spec: MixerSpec, weight_shape: Sequence[int], dtype: torch.dtype) -> None:
         """`weight_shape`: of the convolution, [width, channels]."""
         width, channels = weight_shape
         self.places = Places(np.array([[0, NUM_TOKENS, 0, NO_PLACE]]), np.array([0, 1], dtype=np.int32))

@@ -3,10 +3,10 @@
 One call replaces a hundred small operations per layer. The module takes the place of the model's list of layers and
 computes what they compute, adapters included.
 
-It replaces decoder layers of attention over q/k/v/o, or Gated DeltaNet in its place, and a gated feed-forward part,
-with norms before them, behind them or both, which most open models have: those of kinds.py, as far as proof.py shows
-it. Attention of another kind, another recurrence in its place, and a feed-forward part of another kind, as of a mixture
-of experts, stay the model's own modules: then there is a call from each of them to the next.
+It replaces decoder layers of attention over q/k/v/o, or Gated DeltaNet or Mamba 2 in its place, and a gated
+feed-forward part, with norms before them, behind them or both, which most open models have: those of kinds.py, as far
+as proof.py shows it. Attention of another kind, another recurrence in its place, and a feed-forward part of another
+kind, as of a mixture of experts, stay the model's own modules: then there is a call from each of them to the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from loraplex_server.backends.cpu.attention import Plan, native_plan
-from loraplex_server.backends.cpu.decoder.deltas import Deltas
+from loraplex_server.backends.cpu.decoder.kinds import LayerNames
+from loraplex_server.backends.cpu.decoder.mixers import Mixers
 from loraplex_server.backends.cpu.decoder.weights import STATES, LayerWeights, StackShape, linears_of
 from loraplex_server.backends.cpu.lora import table_of
 from loraplex_server.backends.cpu.native.kernels import DTYPES, NO_RUNS, NativeKernels, PackedWeight, RunsOfRows
@@ -67,7 +68,7 @@ class NativeStack(nn.Module):
         self._layers = (Layer * len(layers))(*(_layer(weights) for weights in layers))
         self._attending = [layer for layer, own in zip(self._layers, layers, strict=True) if own.attention is not None]
         self._whole = slice(0, len(layers))
-        self._deltas = Deltas(layers, self._layers)
+        self._mixers = Mixers(layers, self._layers)
         q_sizes = [shape.num_heads * weights.shape.head_dim for weights in layers]
         q_outputs = [
             2 * size if weights.shape.gates_heads else size for size, weights in zip(q_sizes, layers, strict=True)
@@ -75,10 +76,11 @@ class NativeStack(nn.Module):
         kv_sizes = [weights.shape.num_kv_heads * weights.shape.head_dim for weights in layers]
         self._stack = Stack(
             dtype=DTYPES[shape.dtype], num_layers=len(layers), hidden=shape.hidden_size, num_heads=shape.num_heads,
-            q_size=max(*q_sizes, self._deltas.size),
+            q_size=max(*q_sizes, self._mixers.size),
             qkv_size=max(q + 2 * kv for q, kv in zip(q_outputs, kv_sizes, strict=True)),
             gate_size=max(q - size for q, size in zip(q_outputs, q_sizes, strict=True)),
-            projected_size=self._deltas.num_projected, convolved_size=self._deltas.channels,
+            projected_size=self._mixers.num_projected, convolved_size=self._mixers.channels,
+            recurred_size=self._mixers.recurred_size,
             ffn=max(weights.shape.ffn_size for weights in layers), input=shape.input_size, act=shape.act,
             format=shape.format.code if shape.format is not None else 0, merges_qkv=shape.names.merges_qkv,
             merges_gate_up=shape.names.merges_gate_up, norms_all_heads=shape.norms_all_heads,
@@ -135,12 +137,16 @@ class NativeStack(nn.Module):
             for name, path in {**self.shape.names.norms, **self.shape.names.head_norms}.items():
                 if (own := slots.norm_ptrs.get(f"{self._path}{idx}.{path}")) is not None:
                     getattr(layer, name).own_ptrs = own.data_ptr()
+            if layer.mixer:
+                own = slots.norm_ptrs.get(f"{self._path}{idx}.{self.shape.names.mixer}.norm")
+                layer.mixer.contents.norm.own_ptrs = None if own is None else own.data_ptr()
 
     def forward(
         self, hidden_states: Tensor, *others: Any, position_embeddings: Rotation | None = None, **named: Any
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, None]:
         """hidden_states [1, num_tokens, hidden] -> the same shape."""
-        return self.run_layers(self._whole, hidden_states, others, position_embeddings, named)
+        hidden = self.run_layers(self._whole, hidden_states, others, position_embeddings, named)
+        return self.shape.names.answer(hidden)
 
     def run_layers(
         self,
@@ -269,30 +275,33 @@ class NativeStack(nn.Module):
             spans=Spans() if plan is None else plan.spans, runs=runs.struct, scratch=self._scratch.data_ptr(),
             outputs=None if outputs is None else outputs.ctypes.data, num_outputs=num_outputs,
         )  # fmt: skip
-        deltas = None
-        if self._deltas:
+        mixers = None
+        if self._mixers:
             assert self._context.states is not None, "a step of layers that keep states has some"
-            deltas = self._deltas.begin(self._context.states, layers, num_tokens, hidden.dtype)
-            step.pieces = deltas.pieces
+            mixers = self._mixers.begin(self._context.states, layers, num_tokens, hidden.dtype)
+            step.pieces = mixers.pieces
         if self.shape.names.own_parts:
             self._run_around_parts(layers, step, hidden, of_layer or {})
         else:
             self._kernels.run_stack(self._part(layers.start, layers.stop), step)
-        if deltas is not None:
-            deltas.end()
+        if mixers is not None:
+            mixers.end()
 
     def _run_around_parts(self, layers: slice, step: Step, hidden: Tensor, of_layer: Mapping[str, Any]) -> None:
         """Computes layers in which modules of the model's own run."""
-        feed = torch.empty_like(hidden)
+        feed, names = torch.empty_like(hidden), self.shape.names
         step.feed = feed.data_ptr()
         arguments = {**of_layer, STATES.name: feed}
-        first = layers.start
+        first, fed = layers.start, feed
         for idx in range(layers.start, layers.stop):
             for call, part in zip(self.weights[idx].own_parts, self._own_parts[idx], strict=True):
-                self._kernels.run_stack(self._part(first, idx + 1), step)
-                fed = call(part, arguments)
+                if call.path == names.beside_feed_forward:
+                    fed = fed + call(part, arguments)
+                else:
+                    self._kernels.run_stack(self._part(first, idx + 1), step)
+                    fed = call(part, arguments)
                 step.fed = fed.data_ptr()
-                step.continues = call.path in self.shape.names.mixers
+                step.continues = call.path in names.own_mixers
                 first = idx if step.continues else idx + 1
         self._kernels.run_stack(self._part(first, layers.stop), step)
 
@@ -304,7 +313,8 @@ class NativeStack(nn.Module):
 
     def _run_own_layers(self, layers: slice, hidden: Tensor, others: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         for layer in self._own_layers[layers]:
-            hidden = layer(hidden, *others, **named)
+            answer = layer(hidden, *others, **named)
+            hidden = answer[0] if self.shape.names.answers_more else answer
         return hidden
 
     @contextmanager
@@ -345,15 +355,21 @@ class StackPart(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, *others: Any, position_embeddings: Rotation | None = None, **named: Any
-    ) -> Tensor:
-        return self._stack[0].run_layers(self._layers, hidden_states, others, position_embeddings, named)
+    ) -> Tensor | tuple[Tensor, None]:
+        stack = self._stack[0]
+        hidden = stack.run_layers(self._layers, hidden_states, others, position_embeddings, named)
+        return stack.shape.names.answer(hidden)
 
 
 class ComputedLayer(nn.Module):
     """The place of a layer that the part before it has computed."""
 
-    def forward(self, hidden_states: Tensor, *_others: Any, **_named: Any) -> Tensor:
-        return hidden_states
+    def __init__(self, names: LayerNames) -> None:
+        super().__init__()
+        self._names = names
+
+    def forward(self, hidden_states: Tensor, *_others: Any, **_named: Any) -> Tensor | tuple[Tensor, None]:
+        return self._names.answer(hidden_states)
 
 
 class NativeNorm(nn.Module):

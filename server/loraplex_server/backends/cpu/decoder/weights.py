@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from loraplex_server.backends.cpu.decoder.kinds import LayerNames
+from loraplex_server.backends.cpu.decoder.kinds import MIXER_INPUTS, LayerNames
 from loraplex_server.backends.cpu.native.kernels import BAND, NativeKernels, PackedWeight
 from loraplex_server.backends.fusion import NormForm
 from loraplex_server.layers.attention import AttentionSpec
-from loraplex_server.layers.gated_delta import DeltaSpec
+from loraplex_server.layers.mixers import Layout, MixerSpec
 from loraplex_server.layers.quantization import WeightFormat
 from loraplex_server.layers.recurrences import Convolution, LinearAttention
 
@@ -119,13 +119,13 @@ class LayerShape:
     attention: AttentionSpec | None  # None: something else is in its place
     ffn_size: int
     linears: Mapping[str, str]  # paths of those that it has, as in LayerNames
-    delta: DeltaSpec | None = None  # Gated DeltaNet in attention's place
+    mixer: MixerSpec | None = None  # one of known parts in attention's place
     gates_heads: bool = False  # behind each head's queries q has a gate, whose sigmoid scales attention's output
 
     @property
-    def mixer(self) -> AttentionSpec | DeltaSpec | None:
+    def token_mixer(self) -> AttentionSpec | MixerSpec | None:
         """Attention, or what stands in its place; None: a module of the model's own does."""
-        return self.attention if self.delta is None else self.delta
+        return self.attention if self.mixer is None else self.mixer
 
     @property
     def num_kv_heads(self) -> int:
@@ -142,17 +142,17 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """The weights of one Gated DeltaNet."""
+class MixerWeights:
+    """The weights of a mixer in attention's place."""
 
-    spec: DeltaSpec
+    spec: MixerSpec
     projection: PackedWeight  # of q, k and v, of z, b and a; see `packed_sizes`
     o: PackedWeight
     convolution: Convolution
     attention: LinearAttention
     conv_weight: Tensor  # [width, channels] in float32
     conv_bias: Tensor | None  # likewise
-    norm: Tensor  # [v_dim]
+    norm: Tensor  # [num_heads * v_dim]
     norm_eps: float
 
 
@@ -175,7 +175,7 @@ class LayerWeights:
     input_gate: PackedWeight | None = None  # of the layer's own input
     input_projection: PackedWeight | None = None
     scale: float = 1.0  # of the layer's output
-    delta: DeltaWeights | None = None
+    mixer: MixerWeights | None = None
     own_parts: Sequence[PartCall] = ()  # those that are the model's own, in the order in which they run
 
     @property
@@ -229,26 +229,30 @@ class StackPair:
         return torch.cat([self._packed.of_pair(one, self._num_outputs) for one in self._which])
 
 
-def projected_sizes(spec: DeltaSpec) -> tuple[int, int, int, int]:
+def projected_sizes(spec: MixerSpec) -> tuple[int, int, int, int]:
     """Columns of q, k and v together, of z, of b and of a in what the kernels keep of a projection. Those of b and a
     are filled up to whole panels."""
     panel = BAND // 2
     gate_size = -(-spec.num_heads // panel) * panel
-    return spec.channels, spec.size, gate_size, gate_size
+    return spec.channels, spec.size, 0 if spec.layout is Layout.TOGETHER else gate_size, gate_size
 
 
-def projection_outputs(spec: DeltaSpec) -> dict[str, int]:
+def projection_outputs(spec: MixerSpec) -> dict[str, int]:
     """Outputs of the linears of a projection, by their names in LayerNames."""
-    if spec.by_key_heads:
-        return {"delta_qkv": spec.channels + spec.size, "delta_b": 2 * spec.num_heads}
-    return {"delta_qkv": spec.channels, "delta_z": spec.size, "delta_b": spec.num_heads, "delta_a": spec.num_heads}
+    outputs = {
+        Layout.APART: (spec.channels, spec.size, spec.num_heads, spec.num_heads),
+        Layout.BY_KEY_HEADS: (spec.channels + spec.size, 2 * spec.num_heads),
+        Layout.TOGETHER: (spec.channels + spec.size + spec.num_heads,),
+    }
+    return dict(zip(MIXER_INPUTS, outputs[spec.layout], strict=False))
 
 
-def packed_sizes(spec: DeltaSpec) -> tuple[int, ...]:
+def packed_sizes(spec: MixerSpec) -> tuple[int, ...]:
     """The same outputs filled up to as many as are packed: each linear begins with a panel, as low-rank terms come in
     so many."""
     qkv, z, b, a = projected_sizes(spec)
-    return (qkv + z, b + a) if spec.by_key_heads else (qkv, z, b, a)
+    sizes = {Layout.APART: (qkv, z, b, a), Layout.BY_KEY_HEADS: (qkv + z, b + a), Layout.TOGETHER: (qkv + z + a,)}
+    return sizes[spec.layout]
 
 
 def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels) -> list[StackLinear | StackPair]:
@@ -265,12 +269,12 @@ def linears_of(weights: LayerWeights, shape: StackShape, kernels: NativeKernels)
         for one in qkv[:1] if own.shares_kv else qkv:
             found.append(StackLinear(kernels, weights.qkv, weights.qkv_bias, *one))
         found.append(StackLinear(kernels, weights.o, weights.o_bias, 0, shape.hidden_size))
-    if weights.delta is not None:
-        first, spec = 0, weights.delta.spec
+    if weights.mixer is not None:
+        first, spec = 0, weights.mixer.spec
         for num_outputs, size in zip(projection_outputs(spec).values(), packed_sizes(spec), strict=True):
-            found.append(StackLinear(kernels, weights.delta.projection, None, first, num_outputs))
+            found.append(StackLinear(kernels, weights.mixer.projection, None, first, num_outputs))
             first += size
-        found.append(StackLinear(kernels, weights.delta.o, None, 0, shape.hidden_size))
+        found.append(StackLinear(kernels, weights.mixer.o, None, 0, shape.hidden_size))
     if weights.gate_up is not None and weights.down is not None:
         found += [StackPair(kernels, weights.gate_up, own.ffn_size, which) for which in pair]
         found.append(StackLinear(kernels, weights.down, None, 0, shape.hidden_size))

@@ -108,14 +108,15 @@ class Linear(ctypes.Structure):
     )
 
 
-class Delta(ctypes.Structure):
-    """LpDelta: one Gated DeltaNet's weights, and its states and results in a step."""
+class Mixer(ctypes.Structure):
+    """LpMixer: one mixer's weights, and its states and results in a step."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("projection", "o", "conv_weight", "conv_bias", "rates", "biases", "norm")),
-        *((name, _FLOAT) for name in ("norm_eps", "scale")),
-        *((name, _INT) for name in ("width", "num_keys", "num_heads", "k_dim", "v_dim", "by_key_heads")),
-        *((name, _POINTER) for name in ("conv_states", "states", "projected", "convolved")),
+        *((name, _POINTER) for name in ("projection", "o", "conv_weight", "conv_bias")),
+        *(("norm", Norm), ("norm_eps", _FLOAT)),
+        *((name, _INT) for name in ("norm_size", "gates_first", "width", "layout")),
+        ("recurrence", Linear),
+        *((name, _POINTER) for name in ("conv_states", "projected", "convolved")),
     )
 
 
@@ -123,14 +124,14 @@ class Layer(ctypes.Structure):
     """LpLayer: one decoder layer's weights, norms, pages and adapter tables."""
 
     _fields_ = (
-        *(("qkv", _POINTER), ("o", _POINTER), ("delta", ctypes.POINTER(Delta))),
+        *(("qkv", _POINTER), ("o", _POINTER), ("mixer", ctypes.POINTER(Mixer))),
         *((name, _POINTER) for name in ("gate_up", "down", "input_gate", "input_projection", "qkv_bias", "o_bias")),
         *((name, Norm) for name in ("norm1", "norm2", "q_norm", "k_norm", "v_norm")),
         *((name, Norm) for name in ("attention_norm", "ffn_norm", "input_norm")),
         *((name, _POINTER) for name in ("k_pages", "v_pages")),
         *((name, _FLOAT) for name in ("eps", "qk_eps", "scaling", "softcap")),
         *(("window", _LONG), ("turns", _LONG), ("sinks", _POINTER)),
-        *((f"delta_{name}_table", Table) for name in ("qkv", "z", "b", "a", "o")),
+        *((f"mixer_{name}_table", Table) for name in ("in0", "in1", "in2", "in3", "out")),
         *((f"{name}_table", Table) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         *((f"{name}_table", Table) for name in ("input_gate", "input_projection")),
         *((name, _INT) for name in ("num_kv_heads", "head_dim", "ffn", "shares_kv", "gates_heads")),
@@ -143,7 +144,7 @@ class Stack(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT) for name in ("dtype", "num_layers", "hidden", "num_heads", "q_size", "qkv_size", "gate_size")),
-        *((name, _INT) for name in ("projected_size", "convolved_size", "ffn", "input")),
+        *((name, _INT) for name in ("projected_size", "convolved_size", "recurred_size", "ffn", "input")),
         *((name, _INT) for name in ("act", "format", "merges_qkv", "merges_gate_up", "norms_all_heads", "narrows")),
         *((name, _FLOAT) for name in ("norm_offset", "added")),
         *((name, _INT) for name in ("is_layer_norm", "is_parallel", "is_grouped")),

@@ -577,7 +577,8 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.parametrize("family", STACKED)
 def test_layers_of_the_common_kinds(family: str, dtype: torch.dtype) -> None:
     model = native_model(family, dtype)
-    norm_name = {"gpt_neox": "final_layer_norm", "phi": "final_layernorm"}.get(family.partition("-")[0], "norm")
+    norm_names = {"gpt_neox": "final_layer_norm", "phi": "final_layernorm", "bamba": "final_layernorm"}
+    norm_name = norm_names.get(family.partition("-")[0], "norm")
     layers, norm = model.base_model.layers, getattr(model.base_model, norm_name)
     loaded = adopted(model)
     own = loaded.model.base_model
@@ -660,7 +661,10 @@ HYBRIDS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "qwen3_5": ({}, set()),
     "qwen3_5-channels": ({}, {"linear_attn"}),
     "jamba": ({"num_experts": 1}, {"mamba"}),
-    "granite4": ({}, {"mamba"}),
+    "granite4": ({}, set()),
+    "granite4-experts": ({}, {"block_sparse_moe", "shared_mlp"}),
+    "granite4-channels": ({}, {"mamba"}),
+    "bamba": ({}, set()),
     "lfm2": ({}, {"conv"}),
 }
 
@@ -686,14 +690,31 @@ def test_layers_with_recurrences(caplog: pytest.LogCaptureFixture, family: str, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("part", ["in_proj_qkv", "in_proj_b", "norm"])
-def test_a_patched_recurrence_is_the_models_own(part: str, dtype: torch.dtype) -> None:
-    model = native_model("qwen3_5", dtype)
-    scaled(model.get_submodule(f"model.layers.2.linear_attn.{part}"), 1.5)
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [
+        *(("qwen3_5", f"linear_attn.{part}") for part in ("in_proj_qkv", "in_proj_b", "norm")),
+        *((family, f"mamba.{part}") for family in ("granite4", "bamba") for part in ("in_proj", "norm")),
+    ],
+)
+def test_a_patched_recurrence_is_the_models_own(family: str, path: str, dtype: torch.dtype) -> None:
+    model = native_model(family, dtype)
+    scaled(model.get_submodule(f"model.layers.2.{path}"), 1.5)
     loaded = adopted(model, verify=False)
     assert loaded.decoder is not None
     own_parts = [[call.path for call in weights.own_parts] for weights in loaded.decoder.weights]
-    assert own_parts == [["linear_attn"], [], ["linear_attn"]]
+    mixer = path.partition(".")[0]
+    assert own_parts == [[mixer], [], [mixer]]
+
+
+def test_experts_beside_a_shared_one() -> None:
+    """Both are the model's own modules, read the same states, and their outputs are added."""
+    model = native_model("granite4-experts", layer_types=["full_attention"] * 3, position_embedding_type="rope")
+    rig = native_rig(model, native_kernels())
+    assert rig.loaded.decoder is not None
+    own_parts = [[call.path for call in weights.own_parts] for weights in rig.loaded.decoder.weights]
+    assert own_parts == [["block_sparse_moe", "shared_mlp"]] * 3
+    check_logits(model, rig)
 
 
 def test_attention_that_the_kernels_do_not_know(caplog: pytest.LogCaptureFixture) -> None:

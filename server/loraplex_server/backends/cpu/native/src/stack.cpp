@@ -4,27 +4,21 @@
 //
 // Some families norm what is added, too or instead; add a part of it; norm queries and keys; turn them in some layers only,
 // or by pairs; scale queries by their positions; compute both parts from the same h; attend to keys and values of an earlier
-// layer; scale attention's output by gates; or let an input of the layer's own and a factor follow. Gated DeltaNet may stand in
-// attention's place. The caller may compute attention, or what stands in its place, and the feed-forward part: then the stack
+// layer; scale attention's output by gates; or let an input of the layer's own and a factor follow. A mixer with recurrences may
+// stand in attention's place. The caller may compute attention, or what stands in its place, and the feed-forward part: then the stack
 // is run up to there, and on from there. Each linear has an adapter term, or a product of the adapter's own in its place, and
 // norms have the weights of each row's adapter. Of the last layer, rows whose output nobody reads get keys and values only,
 // where it attends. The caller guarantees shapes and keeps all memory alive.
 #include "adapted.h"
-#include "delta.h"
+#include "mixer.h"
 #include "outputs.h"
 
 extern "C" {
 
-struct LpNorm {
-  const void* weight;       // null: there is no such norm, and values stay as they are
-  const int64_t* own_ptrs;  // adapters' own weights by slot, 0: none; null: no adapters
-  const void* bias;         // of a layer norm; null: none
-};
-
 struct LpLayer {
   const void* qkv;      // bands: query heads, key heads, value heads; null: something else stands in attention's place
   const void* o;
-  const LpDelta* delta;  // null: the caller computes what stands in attention's place, where that has no qkv
+  const LpMixer* mixer;  // null: the caller computes what stands in attention's place, where that has no qkv
   const void* gate_up;  // bands of 16 outputs of gate and the same 16 of up; null: the caller computes the feed-forward part
   const void* down;
   const void* input_gate;  // of the layer's own input; null: it has none
@@ -42,8 +36,7 @@ struct LpLayer {
   int64_t window;
   int64_t turns;  // how queries and keys are turned by their positions, 0: not, 1: by halves, 2: by pairs of neighbours
   const float* sinks;  // [num_heads] scores of keys without values; null: none
-  // With `by_key_heads` that of z is in the first one, and that of a in b's.
-  LpTable delta_qkv_table, delta_z_table, delta_b_table, delta_a_table, delta_o_table;
+  LpTable mixer_in_tables[4], mixer_out_table;  // of the mixer's linears, in the order of its layout
   LpTable q_table, k_table, v_table, o_table, gate_table, up_table, down_table, input_gate_table, input_projection_table;
   int32_t num_kv_heads;
   int32_t head_dim;
@@ -62,8 +55,9 @@ struct LpStack {
   int32_t q_size;
   int32_t qkv_size;
   int32_t gate_size;
-  int32_t projected_size;  // outputs of Gated DeltaNet's projection, and its channels, 0: no layer has it
+  int32_t projected_size;  // outputs of mixers' projections, and their channels, 0: no layer has a mixer
   int32_t convolved_size;
+  int32_t recurred_size;  // features of mixers whose recurrences answer in floats
   int32_t ffn;
   int32_t input;  // features of layers' own inputs, 0: none
   int32_t act;  // kSilu or kGeluTanh
@@ -110,9 +104,10 @@ struct Scratch {
   char* normed;  // [num_tokens][hidden], also of products that are normed or scaled before they are added
   char* q;       // [num_tokens][heads][head_dim]
   char* gates;   // the same of gates
-  char* projected;  // [num_tokens][projected_size], of Gated DeltaNet
+  char* projected;  // [num_tokens][projected_size], of a mixer
   char* convolved;
-  char* mixed;   // like q, attention's result, or Gated DeltaNet's
+  float* recurred;
+  char* mixed;   // like q, attention's result, or a mixer's
   char* act;     // [num_tokens][ffn], also of the layer's own input
   // Elements from one row to the next, where products read them.
   int64_t normed_stride, mixed_stride, act_stride;
@@ -145,6 +140,7 @@ Scratch lay_out(const LpStack& stack, int64_t num_tokens, int64_t max_rank, void
   s.gates = take(num_tokens * stack.gate_size * item_bytes(dtype));
   s.projected = take(num_tokens * stack.projected_size * item_bytes(dtype));
   s.convolved = take(num_tokens * stack.convolved_size * item_bytes(dtype));
+  s.recurred = reinterpret_cast<float*>(take(num_tokens * stack.recurred_size * int64_t(sizeof(float))));
   s.mixed = take(num_tokens * s.mixed_stride * item_bytes(dtype));
   s.act = take(num_tokens * s.act_stride * item_bytes(dtype));
   const int64_t widest = std::max({stack.qkv_size, stack.projected_size, stack.hidden, 2 * stack.ffn, stack.input});
@@ -191,16 +187,16 @@ class StackRun {
         products_.updates().add_factors(&o, 1, rows, prefetches_);
         add_weights(layer.o, rows, ceil_div(stack_.hidden, kBand), 1);
         end_phase(rows * stack_.hidden);
-      } else if (layer.delta != nullptr) {
-        const DeltaShape shape{*layer.delta};
-        const auto projection = delta_targets(layer);
+      } else if (layer.mixer != nullptr) {
+        const MixerShape shape{*layer.mixer};
+        const auto projection = mixer_targets(layer);
         products_.updates().add_factors(projection.data(), int(projection.size()), stack_.hidden, prefetches_);
-        add_weights(layer.delta->projection, stack_.hidden, ceil_div(shape.num_projected, kBand), unit_of(shape.num_projected));
+        add_weights(layer.mixer->projection, stack_.hidden, ceil_div(shape.num_projected, kBand), unit_of(shape.num_projected));
         end_phase(shape.num_projected * stack_.hidden);
         end_phase(0);
-        const Target o{&layer.delta_o_table, stack_.hidden};
+        const Target o{&layer.mixer_out_table, stack_.hidden};
         products_.updates().add_factors(&o, 1, shape.values, prefetches_);
-        add_weights(layer.delta->o, shape.values, ceil_div(stack_.hidden, kBand), 1);
+        add_weights(layer.mixer->o, shape.values, ceil_div(stack_.hidden, kBand), 1);
         end_phase(shape.values * stack_.hidden);
       } else if (ends_in(i)) {
         return;
@@ -226,7 +222,7 @@ class StackRun {
   }
 
   // True if the step ends before the part in the place of a layer's attention, which the caller computes.
-  bool ends_in(int layer) const { return !has_mixer(stack_.layers[layer]) && (layer > 0 || !step_.continues); }
+  bool ends_in(int layer) const { return !has_token_mixer(stack_.layers[layer]) && (layer > 0 || !step_.continues); }
 
   // The input of that part.
   void feed_mixer(const LpLayer& layer) { feed(normalize(layer.norm1, layer.eps)); }
@@ -250,19 +246,19 @@ class StackRun {
     if (layer.gates_heads) gate_heads(layer);
   }
 
-  // Gated DeltaNet up to its last product.
-  void run_delta(const LpLayer& layer) {
-    const LpDelta& delta = *layer.delta;
-    const DeltaShape shape{delta};
+  // A mixer up to its last product.
+  void run_mixer(const LpLayer& layer) {
+    const LpMixer& mixer = *layer.mixer;
+    const MixerShape shape{mixer};
     prefetches_.begin_phase();
     const Rows x = normalize(layer.norm1, layer.eps);
-    const auto targets = delta_targets(layer);
+    const auto targets = mixer_targets(layer);
     products_.prepare(x, stack_.hidden, targets.data(), int(targets.size()));
-    project_delta(delta, x);
+    project_mixer(mixer, x);
     prefetches_.begin_phase();
-    convolve_all(pool_, kernels_, dtype_, projected(delta), shape.num_projected, delta.conv_weight, delta.conv_bias, delta.width,
-                 shape.channels, true, delta.conv_states, convolved(delta), step_.pieces);
-    recur(delta);
+    convolve_all(pool_, kernels_, dtype_, projected(mixer), shape.num_projected, mixer.conv_weight, mixer.conv_bias, mixer.width,
+                 shape.channels, true, mixer.conv_states, convolved(mixer), step_.pieces);
+    recur(mixer);
   }
 
   // The queries of rows of another run, of which this one computes what is left, and their gates.
@@ -274,13 +270,13 @@ class StackRun {
   // `input`: the layer's own [num_tokens][input], where it has one.
   void after_attention(const LpLayer& layer, const void* input) {
     const LpNorm& before_ffn = layer.norm2.weight == nullptr ? layer.norm1 : layer.norm2;
-    if (has_mixer(layer)) prefetches_.begin_phase();
+    if (has_token_mixer(layer)) prefetches_.begin_phase();
     Rows x{nullptr, 0};
     if (stack_.is_parallel) x = normalize(before_ffn, layer.eps);
     if (layer.qkv != nullptr)
       add_product(layer.o, layer.o_bias, layer.o_table, mixed(), q_rows(layer), layer.attention_norm, layer.eps);
-    else if (layer.delta != nullptr)
-      add_product(layer.delta->o, nullptr, layer.delta_o_table, mixed(), DeltaShape{*layer.delta}.values, layer.attention_norm, layer.eps);
+    else if (layer.mixer != nullptr)
+      add_product(layer.mixer->o, nullptr, layer.mixer_out_table, mixed(), MixerShape{*layer.mixer}.values, layer.attention_norm, layer.eps);
     else
       add_whole_rows(fed(), layer.attention_norm, layer.eps);
     if (!stack_.is_parallel) x = normalize(layer.norm2, layer.eps);
@@ -330,17 +326,15 @@ class StackRun {
   }
 
   // True if attention, or what stands in its place, is the stack's own.
-  static bool has_mixer(const LpLayer& layer) { return layer.qkv != nullptr || layer.delta != nullptr; }
+  static bool has_token_mixer(const LpLayer& layer) { return layer.qkv != nullptr || layer.mixer != nullptr; }
 
-  char* projected(const LpDelta& delta) const { return delta.projected == nullptr ? scratch_.projected : static_cast<char*>(delta.projected); }
-  char* convolved(const LpDelta& delta) const { return delta.convolved == nullptr ? scratch_.convolved : static_cast<char*>(delta.convolved); }
+  char* projected(const LpMixer& mixer) const { return mixer.projected == nullptr ? scratch_.projected : static_cast<char*>(mixer.projected); }
+  char* convolved(const LpMixer& mixer) const { return mixer.convolved == nullptr ? scratch_.convolved : static_cast<char*>(mixer.convolved); }
 
-  static std::vector<Target> delta_targets(const LpLayer& layer) {
-    const DeltaShape shape{*layer.delta};
-    if (layer.delta->by_key_heads) return {{&layer.delta_qkv_table, shape.outputs_of(0)}, {&layer.delta_b_table, shape.outputs_of(1)}};
-    const LpTable* tables[] = {&layer.delta_qkv_table, &layer.delta_z_table, &layer.delta_b_table, &layer.delta_a_table};
+  static std::vector<Target> mixer_targets(const LpLayer& layer) {
+    const MixerShape shape{*layer.mixer};
     std::vector<Target> targets;
-    for (int i = 0; i < shape.num_linears(); i++) targets.push_back({tables[i], shape.outputs_of(i)});
+    for (int i = 0; i < shape.num_linears(); i++) targets.push_back({&layer.mixer_in_tables[i], shape.outputs_of(i)});
     return targets;
   }
 
@@ -488,12 +482,12 @@ class StackRun {
     });
   }
 
-  void project_delta(const LpDelta& delta, const Rows& x) {
-    const DeltaShape shape{delta};
+  void project_mixer(const LpMixer& mixer, const Rows& x) {
+    const MixerShape shape{mixer};
     const int64_t num_outputs = shape.num_projected;
     const int unit = unit_of(num_outputs);
     products_.multiply(
-        x, stack_.hidden, delta.projection, ceil_div(num_outputs, kBand), unit,
+        x, stack_.hidden, mixer.projection, ceil_div(num_outputs, kBand), unit,
         [&](int band, const auto& body) { shape.each_linear(int64_t(band) * kBand, kBand, body); },
         [&](int band, int row, int m, float* c, int64_t stride) {
           shape.each_linear(int64_t(band) * kBand, unit * kBand, [&](int linear, int64_t output, int width, int place) {
@@ -501,26 +495,38 @@ class StackRun {
             const float* values = c + place;
             shape.each_column(linear, output, width, [&](int64_t column, int n) {
               for (int64_t r = 0; r < m; r++)
-                kernels_.store(dtype_, values + r * stride, n, at(projected(delta), (row + r) * num_outputs + column, dtype_));
+                kernels_.store(dtype_, values + r * stride, n, at(projected(mixer), (row + r) * num_outputs + column, dtype_));
               values += n;
             });
           });
         });
   }
 
-  // The delta rule, and the gated norm of each head behind it.
-  void recur(const LpDelta& delta) {
-    const DeltaShape shape{delta};
-    const char *projected = this->projected(delta), *z = at(projected, shape.first_z, dtype_);
-    const LpLinear linear = shape.recurrence(dtype_, projected, convolved(delta), scratch_.mixed, scratch_.mixed_stride);
+  // A mixer's recurrence, and the norms with gates behind it: those of heads at once.
+  void recur(const LpMixer& mixer) {
+    const MixerShape shape{mixer};
+    const bool norms_heads = mixer.norm_size == mixer.recurrence.v_dim, rounds = mixer.recurrence.rounds != 0;
+    void* out = rounds ? static_cast<void*>(scratch_.mixed) : scratch_.recurred;
+    const LpLinear linear = shape.over(dtype_, projected(mixer), convolved(mixer), out, rounds ? scratch_.mixed_stride : shape.values);
     attend_linearly_all(pool_, kernels_, dtype_, linear, step_.pieces, [&](int head, int64_t start, int64_t num_tokens) {
-      for (int64_t token = start; token < start + num_tokens; token++) {
-        const int64_t column = int64_t(head) * delta.v_dim;
-        void* y = at(scratch_.mixed, token * scratch_.mixed_stride + column, dtype_);
-        const void* gate = at(z, token * shape.num_projected + column, dtype_);
-        kernels_.gated_norm(dtype_, dtype_, y, gate, delta.norm, delta.v_dim, delta.norm_eps, false, y);
-      }
+      for (int64_t token = start; norms_heads && token < start + num_tokens; token++) norm_recurred(mixer, token, int64_t(head) * mixer.norm_size);
     });
+    if (norms_heads) return;
+    each_row([&](int64_t row, int64_t) {
+      for (int64_t first = 0; first < shape.values; first += mixer.norm_size) norm_recurred(mixer, row, first);
+    });
+  }
+
+  // Features of scratch.mixed from `first` on, as many as a norm goes over.
+  void norm_recurred(const LpMixer& mixer, int64_t token, int64_t first) {
+    const MixerShape shape{mixer};
+    const bool rounds = mixer.recurrence.rounds != 0;
+    void* y = at(scratch_.mixed, token * scratch_.mixed_stride + first, dtype_);
+    void* x = rounds ? y : scratch_.recurred + token * shape.values + first;
+    const void* z = at(projected(mixer), token * shape.num_projected + shape.first_z + first, dtype_);
+    kernels_.gated_norm(rounds ? dtype_ : DType::F32, dtype_, x, z, at(weight_of(mixer.norm, token), first, dtype_), mixer.norm_size,
+                        mixer.norm_eps, mixer.gates_first != 0, x);
+    if (!rounds) kernels_.store(dtype_, static_cast<float*>(x), mixer.norm_size, y);
   }
 
   // Whether a chunk of q, k and v is a head, which is finished at once; else heads are finished when all of a row is there.
@@ -775,8 +781,8 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
         break;
       }
       run.attend(layer);
-    } else if (layer.delta != nullptr) {
-      run.run_delta(layer);
+    } else if (layer.mixer != nullptr) {
+      run.run_mixer(layer);
     }
     run.after_attention(layer, lp::input_of(*stack, *step, i));
   }

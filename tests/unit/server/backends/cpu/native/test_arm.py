@@ -20,12 +20,12 @@ from support.native_kernels import isas, using
 
 from loraplex_server.backends.cpu.native.build import LIBRARY, MACHINES, SOURCES, build, find_compiler
 from loraplex_server.backends.cpu.native.library import (
-    Delta,
     Experts,
     Layer,
     Library,
     Linear,
     Member,
+    Mixer,
     Norm,
     Pieces,
     Routed,
@@ -35,6 +35,7 @@ from loraplex_server.backends.cpu.native.library import (
     Step,
     Table,
 )
+from loraplex_server.layers.mixers import Layout
 from loraplex_server.layers.quantization import INT4, INT8, WeightFormat
 
 COMPILER = "aarch64-linux-gnu-g++"
@@ -356,31 +357,41 @@ def put_pieces(program: Program, chains: list[list[tuple[int, int, int]]]) -> Pi
     return Pieces(len(chains), program.put(np.array(starts, np.int32)), program.put(np.array(pieces, np.int64)))
 
 
-def put_delta(
-    program: Program, dice: np.random.Generator, dtype: int, hidden: int, ranks: list[int], *, by_key_heads: bool
+def put_mixer(
+    program: Program, dice: np.random.Generator, dtype: int, hidden: int, ranks: list[int], layout: Layout
 ) -> dict[str, Any]:
-    """The fields of a layer with Gated DeltaNet in attention's place, whose states have four places."""
+    """The fields of a layer with a mixer in attention's place, Mamba 2 or Gated DeltaNet, whose states have four
+    places."""
     keys, heads, k_dim, v_dim, width, num_places = 3, 6, 16, 32, 4, 4
-    size = heads * v_dim
+    size, is_mamba2 = heads * v_dim, layout is Layout.TOGETHER
     channels = 2 * keys * k_dim + size
-    outputs = {"qkv": channels, "z": size, "b": heads, "a": heads}
-    if by_key_heads:
-        outputs = {"qkv": channels + size, "b": 2 * heads}
-    delta = Delta(
-        projection=put_packed(program, dice, dtype, channels + size + 32, hidden),
+    outputs = {
+        Layout.APART: (channels, size, heads, heads),
+        Layout.BY_KEY_HEADS: (channels + size, 2 * heads),
+        Layout.TOGETHER: (channels + size + heads,),
+    }
+    recurrence = Linear(
+        num_keys=keys, num_heads=heads, k_dim=k_dim, v_dim=v_dim,
+        rates=program.put(-dice.random(heads).astype(np.float32)), biases=program.put(floats(dice, F32, heads)),
+        skips=program.put(floats(dice, F32, heads)) if is_mamba2 else None, least=0.1, most=2.0,
+        states=program.put(floats(dice, F32, num_places, heads, k_dim, v_dim, scale=0.1)),
+        is_delta=not is_mamba2, normalizes=not is_mamba2, rounds=not is_mamba2,
+        scale=1.0 if is_mamba2 else k_dim**-0.5,
+    )  # fmt: skip
+    mixer = Mixer(
+        projection=put_packed(program, dice, dtype, channels + size + (16 if is_mamba2 else 32), hidden),
         o=put_packed(program, dice, dtype, hidden, size),
         conv_weight=program.put(floats(dice, F32, width, channels)),
         conv_bias=program.put(floats(dice, F32, channels)),
-        rates=program.put(-dice.random(heads).astype(np.float32)), biases=program.put(floats(dice, F32, heads)),
-        norm=program.put(floats(dice, dtype, v_dim)), norm_eps=1e-6, scale=k_dim**-0.5,
-        width=width, num_keys=keys, num_heads=heads, k_dim=k_dim, v_dim=v_dim, by_key_heads=by_key_heads,
+        norm=put_norm(program, dice, dtype, size), norm_eps=1e-6,
+        norm_size=size // 2 if is_mamba2 else v_dim, gates_first=is_mamba2,
+        width=width, layout=layout, recurrence=recurrence,
         conv_states=program.put(floats(dice, dtype, num_places, width - 1, channels)),
-        states=program.put(floats(dice, F32, num_places, heads, k_dim, v_dim, scale=0.1)),
     )  # fmt: skip
-    tables = {name: put_own_table(program, dice, dtype, hidden, number, ranks) for name, number in outputs.items()}
-    tables["o"] = put_own_table(program, dice, dtype, size, hidden, ranks)
-    address = ctypes.cast(program.put_struct(delta), ctypes.POINTER(Delta))
-    return {"delta": address} | {f"delta_{name}_table": table for name, table in tables.items()}
+    shapes = {f"in{idx}": (hidden, number) for idx, number in enumerate(outputs[layout])} | {"out": (size, hidden)}
+    tables = {name: put_own_table(program, dice, dtype, *shape, ranks) for name, shape in shapes.items()}
+    address = ctypes.cast(program.put_struct(mixer), ctypes.POINTER(Mixer))
+    return {"mixer": address} | {f"mixer_{name}_table": table for name, table in tables.items()}
 
 
 def put_layers(program: Program, layers: ctypes.Array[Layer]) -> int:
@@ -394,7 +405,9 @@ def put_layers(program: Program, layers: ctypes.Array[Layer]) -> int:
     return address
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "gemma4", "phi", "starcoder", "glm", "qwen", "qwen3_next"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma", "gemma4", "phi", "starcoder", "glm", "qwen", "qwen3_next", "granite4"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stack_of_layers(
     dtype: int, kind: str, avx2: Library, emulated: list[str], isa: str, dice: np.random.Generator, tmp_path: Path
@@ -409,15 +422,15 @@ def test_a_stack_of_layers(
     dim = 40 if kind == "llama" else 32  # which fills no bands
     spans = put_spans(program, [(1, 20), (7, 7), (1, 3)], block_size)
     tokens, num_blocks, widths = 9, 3 * int(spans.table_stride), (heads * dim, kv_heads * dim)
+    layout = {"qwen": Layout.APART, "qwen3_next": Layout.BY_KEY_HEADS, "granite4": Layout.TOGETHER}.get(kind)
     gates_heads = kind in ("qwen", "qwen3_next")
     q_outputs = widths[0] * (2 if gates_heads else 1)
     layers = (Layer * 2)()
     pages: list[int] = []
     for number, layer in enumerate(layers):
         shares_kv = kind == "gemma4" and bool(pages)
-        if gates_heads and number == 0:
-            by_key_heads = kind == "qwen3_next"
-            for name, value in put_delta(program, dice, dtype, hidden, ranks, by_key_heads=by_key_heads).items():
+        if layout is not None and number == 0:
+            for name, value in put_mixer(program, dice, dtype, hidden, ranks, layout).items():
                 setattr(layer, name, value)
         else:
             layer.qkv = put_packed(program, dice, dtype, q_outputs + 2 * widths[1], hidden)
@@ -457,16 +470,16 @@ def test_a_stack_of_layers(
     both, num_layers = put_layers(program, layers), 2
     if kind == "starcoder":  # the second layer, behind the feed-forward part of the first
         both, num_layers = both + ctypes.sizeof(Layer), 1
-    delta = layers[0].delta.contents if gates_heads else Delta()
-    delta_size = delta.num_heads * delta.v_dim
-    channels = 2 * delta.num_keys * delta.k_dim + delta_size
+    mixed = layers[0].mixer.contents.recurrence if layout is not None else Linear()
+    mixer_size = mixed.num_heads * mixed.v_dim
+    channels = 2 * mixed.num_keys * mixed.k_dim + mixer_size
     stack = Stack(
-        dtype=dtype, num_layers=num_layers, hidden=hidden, num_heads=heads, q_size=max(widths[0], delta_size),
+        dtype=dtype, num_layers=num_layers, hidden=hidden, num_heads=heads, q_size=max(widths[0], mixer_size),
         qkv_size=q_outputs + 2 * widths[1], gate_size=q_outputs - widths[0], ffn=ffn, input=size_of_input,
         act=act, format=0,
         merges_qkv=merges_qkv, merges_gate_up=merges_gate_up, norms_all_heads=all_heads,
         narrows=kind == "llama", norm_offset=float(kind == "gemma"), added=0.5 if kind == "phi" else 1.0,
-        projected_size=channels + delta_size + 32, convolved_size=channels,
+        projected_size=channels + mixer_size + 32, convolved_size=channels, recurred_size=mixer_size,
         layers=ctypes.cast(both, ctypes.POINTER(Layer)),
     )  # fmt: skip
     runs = put_runs(program, [(0, 1, 0), (1, 8, 1)], max(ranks))
