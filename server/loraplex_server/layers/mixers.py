@@ -1,4 +1,4 @@
-"""Mixers of a convolution, gated linear attention and a gated norm: Gated DeltaNet, Mamba 2.
+"""Mixers: a convolution, gated linear attention and a gated norm (Gated DeltaNet, Mamba 2).
 
 A back end that knows their parts computes a whole module in one call.
 """
