@@ -417,7 +417,7 @@ def test_adapters_come_and_go_while_others_run(isa: str, tmp_path: Path) -> None
         pytest.param(form, family, DTYPES[(i + j + k) % 2], marks=pytest.mark.slow if k else ())
         for i, form in enumerate((INT8, INT4))
         for j, family in enumerate(
-            ("llama", "qwen2", "qwen3", "gemma2", "gemma4", "gpt2", "phi3", "qwen3_moe", "qwen3_5")
+            ("llama", "qwen2", "qwen3", "gemma2", "gemma4", "gpt2", "phi3", "qwen3_moe", "qwen3_5", "granite4")
         )
         for k in range(2)
     ],

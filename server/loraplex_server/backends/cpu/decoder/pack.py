@@ -141,6 +141,8 @@ def _check_mixer(spec: MixerSpec) -> None:
         raise NoMatch(f"{spec.num_heads} heads of a mixer with {spec.num_keys} of keys")
     if spec.v_dim % DIM_MULTIPLE or max(spec.k_dim, spec.v_dim) > MAX_DIM:
         raise NoMatch(f"a mixer's heads of {spec.k_dim} and {spec.v_dim}")
+    if spec.size % spec.norm_size:
+        raise NoMatch(f"norms of {spec.norm_size} of {spec.size} features in a mixer")
     if spec.channels % panel:
         raise NoMatch(f"{spec.channels} channels in a mixer, no multiple of {panel}")
 
