@@ -14,7 +14,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from loraplex_server.backends.cpu.backend import CpuBackend
-from loraplex_server.model.direct import FIRST_POSITIONS, MAX_POSITIONS, RotaryTable
+from loraplex_server.model.direct import FIRST_POSITIONS, MAX_POSITIONS, RotaryTable, Scaling
 from loraplex_server.model.loaded_model import LoadedModel
 from loraplex_server.model.loader import adopt_model
 from loraplex_server.model.self_test import Text, served_logits
@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 # They do more beside their layers.
-OWN_PASS = ("gemma2", "gemma4", "granite", "granite4", "granite4-experts", "cohere2")
+OWN_PASS = ("gemma4",)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def logits(loaded: LoadedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", [family for family in STACKED if family not in OWN_PASS])
+@pytest.mark.parametrize("family", [*(family for family in STACKED if family not in OWN_PASS), "lfm2", "granite4-channels"])
 def test_bits_of_the_models_own_pass(family: str, dtype: torch.dtype) -> None:
     loaded = adopted(family, dtype)
     assert loaded.direct is not None
@@ -53,15 +53,24 @@ def test_bits_of_the_models_own_pass(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"logits_scaling": 2.0}, {"embedding_multiplier": 3.0}], ids=str)
-def test_models_that_scale_beside_their_layers_keep_their_own_pass(changes: dict[str, Any]) -> None:
+def test_models_that_scale_beside_their_layers(changes: dict[str, Any]) -> None:
     plain: dict[str, Any] = {"residual_multiplier": 1.0, "logits_scaling": 1.0, "embedding_multiplier": 1.0}
-    assert adopted("granite", **plain).direct is not None
     scaled = adopted("granite", **(plain | changes))
-    assert scaled.decoder is not None, "the layers themselves are common ones"
-    assert scaled.direct is None
+    assert scaled.direct is not None
+    assert not torch.equal(logits(scaled), logits(adopted("granite", **plain)))
 
 
-def test_models_that_cap_logits_keep_their_own_pass() -> None:
+@pytest.mark.parametrize("position_embedding_type", ["nope", "rope"])
+def test_models_with_and_without_rotations(position_embedding_type: str) -> None:
+    loaded = adopted("granite4", position_embedding_type=position_embedding_type)
+    assert loaded.direct is not None
+    got = logits(loaded)
+    loaded.direct = None
+    assert torch.equal(got, logits(loaded))
+
+
+def test_models_whose_code_does_more_keep_their_own_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scaling, "of", lambda *_: Scaling())  # as if what they do could not be known
     capped = adopted("gemma2")
     assert capped.decoder is not None
     assert capped.direct is None
