@@ -43,7 +43,9 @@ def logits(loaded: LoadedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", [*(family for family in STACKED if family not in OWN_PASS), "lfm2", "granite4-channels"])
+@pytest.mark.parametrize(
+    "family", [*(family for family in STACKED if family not in OWN_PASS), "lfm2", "granite4-channels"]
+)
 def test_bits_of_the_models_own_pass(family: str, dtype: torch.dtype) -> None:
     loaded = adopted(family, dtype)
     assert loaded.direct is not None
