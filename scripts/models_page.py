@@ -116,9 +116,9 @@ NOT_SERVED = """
 Not served, of those with states: RecurrentGemma and Zaya (their recurrence is inside the layer's own code, and in none
 of the functions that families share), RWKV and xLSTM (their layers know nothing of Transformers' attention interface).
 Each is refused with that reason. Beside them, a model with states runs without CUDA graphs. On CPUs all layers of
-Qwen 3.5, Bamba and Granite 4 are one native call; with experts, and in Qwen3-Next, calls go from experts to experts,
-and from recurrence to recurrence in Kimi Linear, LFM2, and Jamba without experts. Others' layers run one operation at a
-time, with native linears, norms and recurrences.
+Qwen 3.5, Bamba and Granite 4 are one native call; with experts, and in Qwen3-Next, calls go from experts to experts, a
+shared one among them, and from recurrence to recurrence in Kimi Linear, LFM2, and Jamba without experts. Others' layers
+run one operation at a time, with native linears, norms and recurrences.
 """
 
 

@@ -20,7 +20,7 @@ Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k and v side by side; z;
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Projection:
     """The linears of one family."""
 
     names: tuple[str, ...]  # of what `project` uses
@@ -39,13 +39,13 @@ def _by_key_heads(module: Any, x: Tensor) -> Projected:
     return torch.cat([one.flatten(2) for one in (q, k, v)], dim=-1), z, a, b
 
 
-APART = Layout(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _apart)  # Qwen 3.5
-BY_KEY_HEADS = Layout(("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering"), _by_key_heads)  # Qwen3-Next
+APART = Projection(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _apart)  # Qwen 3.5
+BY_KEY_HEADS = Projection(("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering"), _by_key_heads)  # Qwen3-Next
 PARTS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "head_k_dim", "head_v_dim", "key_dim")
 
 
-def layout_of(module: nn.Module) -> Layout | None:
-    """The layout whose parts the module has, with silu behind the convolution; None of another mixer."""
+def projection_of(module: nn.Module) -> Projection | None:
+    """The projection whose parts the module has, with silu behind the convolution; None of another mixer."""
     if getattr(module, "activation", None) not in ("silu", "swish"):
         return None
     return next(
@@ -67,9 +67,9 @@ def recurrences_of(module: Any) -> tuple[Convolution, LinearAttention]:
 class GatedDelta:
     """The forward of one module."""
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
+    def __init__(self, module: nn.Module, projection: Projection) -> None:
         self._module: Any = module
-        self._layout = layout
+        self._projection = projection
         self._recurrences: tuple[Convolution, LinearAttention] | None = None
 
     def __call__(self, run: RunRecurrence, hidden_states: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class GatedDelta:
         if self._recurrences is None:
             self._recurrences = recurrences_of(module)
         convolution, delta = self._recurrences
-        qkv, z, a, b = self._layout.project(module, hidden_states)
+        qkv, z, a, b = self._projection.project(module, hidden_states)
         k_dim, v_dim = module.head_k_dim, module.head_v_dim
         rows = run(convolution, (qkv[0],))
         num_tokens, key_dim = rows.shape[0], module.key_dim

@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loraplex_server.layers import gated_delta
 from loraplex_server.layers.recurrences import Convolution, LinearAttention, TimeSteps
@@ -22,7 +22,7 @@ MAMBA2_PARTS = (
 
 
 class Layout(IntEnum):
-    """Linears that give q, k and v, a gate z, and what decay and beta are made of, a and b."""
+    """Linears that give q, k and v, a gate z, and what decay and beta are made of, a and b. The kernels' numbers."""
 
     APART = 0  # q, k and v; z; b; a: a linear each
     BY_KEY_HEADS = 1  # q, k, v and z of each head of keys; b and a of each
@@ -40,7 +40,7 @@ class MixerSpec:
     norm_size: int  # features of one norm of the output
     gates_first: bool  # the norm is of what the gate has scaled
     first_state: int  # index of its convolution's state; that of linear attention follows
-    layout: Layout = Layout.APART
+    layout: Layout
 
     @property
     def key_size(self) -> int:
@@ -60,12 +60,12 @@ class MixerSpec:
 
 def spec_of(module: Any, first_state: int) -> MixerSpec | None:
     """The spec of a module in which silu is the activation; None of another mixer."""
-    layout = gated_delta.layout_of(module)
-    if layout is not None and hasattr(module, "num_k_heads") and hasattr(module, "num_v_heads"):
+    projection = gated_delta.projection_of(module)
+    if projection is not None and hasattr(module, "num_k_heads") and hasattr(module, "num_v_heads"):
         return MixerSpec(
             module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim,
             norm_size=module.head_v_dim, gates_first=False, first_state=first_state,
-            layout=Layout.BY_KEY_HEADS if layout is gated_delta.BY_KEY_HEADS else Layout.APART,
+            layout=Layout.BY_KEY_HEADS if projection is gated_delta.BY_KEY_HEADS else Layout.APART,
         )  # fmt: skip
     if not _is_mamba2(module):
         return None
@@ -87,7 +87,16 @@ def recurrences_of(module: Any) -> tuple[Convolution, LinearAttention]:
     if not _is_mamba2(module):
         return gated_delta.recurrences_of(module)
     convolution = Convolution(module.conv1d.weight.squeeze(1), module.conv1d.bias, is_activated=True)
-    dtype = torch.promote_types(module.A_log.dtype, torch.float32)
-    biases = module.dt_bias.to(module.in_proj.weight.dtype).to(dtype)
-    gates = TimeSteps(-module.A_log.float().exp().to(dtype), biases, module.time_step_limit)
-    return convolution, LinearAttention(gates=gates, skips=module.D.to(dtype))
+    rates, dtype = -module.A_log.float().exp(), module.in_proj.weight.dtype
+    return convolution, mamba2(rates, module.D, module.dt_bias, module.time_step_limit, dtype)
+
+
+def mamba2(
+    rates: Tensor, skips: Tensor | None, biases: Tensor | None, limits: tuple[float, float], dtype: torch.dtype
+) -> LinearAttention:
+    """The recurrence of Mamba 2 over C, B, x and dt in this dtype (arXiv 2405.21060). rates, skips and biases [heads]:
+    A, D and what is added to dt; limits: of time steps."""
+    wide = torch.promote_types(dtype, torch.float32)
+    biases = rates.new_zeros(rates.shape) if biases is None else biases
+    gates = TimeSteps(rates.to(wide), biases.to(dtype).to(wide), limits)
+    return LinearAttention(gates=gates, skips=None if skips is None else skips.to(wide))

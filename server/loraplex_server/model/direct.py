@@ -85,8 +85,8 @@ class Scaling:
         """By the names in Transformers' models. `stem`: that has the embedding."""
         config: Any = model.config.get_text_config()
         return Scaling(
-            embedding=getattr(stem, "embedding_multiplier", 1.0),  # Granite
-            divisor=getattr(config, "logits_scaling", 1.0),
+            embedding=getattr(stem, "embedding_multiplier", None) or 1.0,  # Granite
+            divisor=getattr(config, "logits_scaling", None) or 1.0,
             factor=getattr(config, "logit_scale", None) or 1.0,  # Cohere
             cap=getattr(config, "final_logit_softcapping", None),  # Gemma
         )

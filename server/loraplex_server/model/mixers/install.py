@@ -21,13 +21,13 @@ from transformers.activations import ACT2FN
 
 from loraplex_server.layers import gated_delta
 from loraplex_server.layers.context import StepContext
+from loraplex_server.layers.mixers import mamba2
 from loraplex_server.layers.recurrences import (
     Convolution,
     LinearAttention,
     Recurrence,
     RunRecurrence,
     SelectiveScan,
-    TimeSteps,
 )
 from loraplex_server.model.mixers import lightning
 from loraplex_server.model.states import StateSpec, StateStep, TextPerToken
@@ -79,7 +79,7 @@ def install_mixers(model: nn.Module, context: StepContext) -> list[Mixer]:
             continue
         mixer = Mixer(path, module, context, len(mixers))
         mixers.append(mixer)
-        layout = gated_delta.layout_of(module)
+        projection = gated_delta.projection_of(module)
         origin = sys.modules[type(module).__module__]
         packed = {name: partial(_call, mixer, origin, name) for name in FUNCTIONS}
         for name, function in methods.items():
@@ -94,8 +94,8 @@ def install_mixers(model: nn.Module, context: StepContext) -> list[Mixer]:
             setattr(module, name, MethodType(bound, module))
         if is_lightning:
             module.forward = partial(_run_ours, mixer, module.forward, partial(lightning.attend, module))
-        elif layout is not None:
-            module.forward = partial(_run_ours, mixer, module.forward, gated_delta.GatedDelta(module, layout))
+        elif projection is not None:
+            module.forward = partial(_run_ours, mixer, module.forward, gated_delta.GatedDelta(module, projection))
         module.forward = partial(_run_counted, mixer, module.forward)
     return mixers
 
@@ -201,12 +201,7 @@ def mamba2_chunk_scan(
         raise ValueError("mamba2_chunk_scan is called with z")
     if not dt_softplus:
         raise ValueError("mamba2_chunk_scan is called without softplus")
-    x = hidden_states[0]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    biases = A.new_zeros(A.shape) if dt_bias is None else dt_bias
-    gates = TimeSteps(A.to(dtype), biases.to(dt.dtype).to(dtype), dt_limit)
-    recurrence = LinearAttention(gates=gates, skips=None if D is None else D.to(dtype))
-    out = mixer.run(recurrence, (C[0], B[0], x, dt[0]))
+    out = mixer.run(mamba2(A, D, dt_bias, dt_limit, dt.dtype), (C[0], B[0], hidden_states[0], dt[0]))
     out = out.unsqueeze(0).contiguous()  # as some callers view it in another shape
     return (out, _placeholder(out, True)) if return_final_states else out
 

@@ -71,6 +71,16 @@ def test_models_with_and_without_rotations(position_embedding_type: str) -> None
     assert torch.equal(got, logits(loaded))
 
 
+def test_a_hybrid_without_rotary_embedding() -> None:
+    assert adopted("jamba", num_experts=1).direct is not None
+
+
+def test_a_number_that_is_not_there_scales_nothing() -> None:
+    model = native_model("llama")
+    model.config.logits_scaling = None
+    assert adopt_model(model, backend=CpuBackend(native_kernels())).direct is not None
+
+
 def test_models_whose_code_does_more_keep_their_own_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scaling, "of", lambda *_: Scaling())  # as if what they do could not be known
     capped = adopted("gemma2")

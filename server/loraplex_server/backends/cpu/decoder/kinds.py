@@ -32,9 +32,10 @@ class LayerNames:
     # Modules that are the model's own in the place of attention with its linears. A layer has one of them, or attention
     # where its linears are among these.
     own_mixers: tuple[str, ...] = ()
-    mixer: str = ""  # one of known parts (`MixerSpec`) with linears of these, in attention's place in some layers
+    mixer: str = ""  # in attention's place in some layers, with linears of these: one that has a `MixerSpec`
     head_norms: Mapping[str, str] = field(default_factory=lambda: HEAD_NORMS)  # of heads, which a layer may have
-    # A module of the model's own that reads what `feed_forward` reads, whose output is added to that one's.
+    # A module of the model's own that reads what `feed_forward` reads, one of the model's own too. Their outputs are
+    # added.
     beside_feed_forward: str = ""
     answers_more: bool = False  # a layer answers with a pair, whose second is None
 
@@ -138,7 +139,7 @@ _HYBRIDS: Final = (
     LayerNames(
         {**_ATTENTION, **_FEED_FORWARD}, _NORMS_OF_JAMBA, "feed_forward.act_fn", own_mixers=("mamba",)
     ),  # Jamba without experts
-    # Those with Mamba 2 of other sizes than a stack knows.
+    # Granite 4 and Bamba with Mamba 2 of other sizes than a stack knows.
     *(kind.without("mamba") for kind in _MIXERS if kind.mixer == "mamba"),
     LayerNames(
         {

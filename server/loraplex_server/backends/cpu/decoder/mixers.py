@@ -37,6 +37,10 @@ class Mixers:
     def __len__(self) -> int:
         return len(self._layers)
 
+    def has_whole_norm(self, layer: int) -> bool:
+        """True if the norm's own weight has all heads' features."""
+        return self._layers[layer][0].has_whole_norm
+
     def begin(self, states: StatesOfStep, layers: slice, num_tokens: int, dtype: torch.dtype) -> StepOfMixers:
         """Shows the kernels the states of a step, for layers of which each runs once. The caller keeps what it gets
         until its `end`."""

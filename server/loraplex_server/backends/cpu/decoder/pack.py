@@ -102,7 +102,7 @@ def pack(
         raise NoMatch("a number of features that the kernels do not know")
     biased = [part for part in linears if part not in ("q", "k", "v", "o") and _bias(linears[part]) is not None]
     if biased:
-        raise NoMatch(f"biases in {'a mixer' if own.mixer is not None else 'the feed-forward part'}")
+        raise NoMatch(f"biases in {'a mixer' if biased[0].startswith('mixer') else 'the feed-forward part'}")
     norms = {name: layer.get_submodule(path) for name, path in norms_of(layer, shape).items()}
     widths = _widths_of_norms(shape, own)
     for name, norm in norms.items():
@@ -165,6 +165,7 @@ def _pack_mixer(
         one if len(one) == size else F.pad(one, (0, 0, 0, size - len(one)))
         for one, size in zip(weights, packed_sizes(spec), strict=True)
     ]
+    # A norm of single heads is given these as rows, so that no adapter may have its own (see `_norm_places`).
     return MixerWeights(
         spec=spec,
         projection=kernels.pack(filled, shape.format),
@@ -175,6 +176,7 @@ def _pack_mixer(
         conv_bias=None if bias is None else bias.detach().float().contiguous(),
         norm=norm.detach() if len(norm) == spec.size else norm.detach().repeat(spec.size // len(norm)),
         norm_eps=eps,
+        has_whole_norm=len(norm) == spec.size,
     )
 
 

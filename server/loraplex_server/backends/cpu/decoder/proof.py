@@ -200,7 +200,7 @@ def _stand_ins(
     layer: nn.Module, names: LayerNames, attention: Mapping[nn.Module, AttentionSpec], inputs: _Inputs
 ) -> Generator[tuple[PartCall, ...]]:
     """Has a layer compute with stand-ins for its parts of the model's own meanwhile. Gives how it calls these, in the
-    order in which they run. `attention`: modules that attend, in them or not."""
+    order of `LayerNames.own_parts`. `attention`: modules that attend, in them or not."""
     own = {path: part for path in names.own_parts if isinstance(part := getattr(layer, path, None), nn.Module)}
     if not own:
         yield ()

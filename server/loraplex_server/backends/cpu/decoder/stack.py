@@ -139,6 +139,7 @@ class NativeStack(nn.Module):
                     getattr(layer, name).own_ptrs = own.data_ptr()
             if layer.mixer:
                 own = slots.norm_ptrs.get(f"{self._path}{idx}.{self.shape.names.mixer}.norm")
+                assert own is None or self._mixers.has_whole_norm(idx), "adapters have a norm of single heads"
                 layer.mixer.contents.norm.own_ptrs = None if own is None else own.data_ptr()
 
     def forward(

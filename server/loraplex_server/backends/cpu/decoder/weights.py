@@ -119,7 +119,7 @@ class LayerShape:
     attention: AttentionSpec | None  # None: something else is in its place
     ffn_size: int
     linears: Mapping[str, str]  # paths of those that it has, as in LayerNames
-    mixer: MixerSpec | None = None  # one of known parts in attention's place
+    mixer: MixerSpec | None = None  # in attention's place, where the stack computes it
     gates_heads: bool = False  # behind each head's queries q has a gate, whose sigmoid scales attention's output
 
     @property
@@ -146,7 +146,7 @@ class MixerWeights:
     """The weights of a mixer in attention's place."""
 
     spec: MixerSpec
-    projection: PackedWeight  # of q, k and v, of z, b and a; see `packed_sizes`
+    projection: PackedWeight  # of the linears of its layout, in their order; see `packed_sizes`
     o: PackedWeight
     convolution: Convolution
     attention: LinearAttention
@@ -154,6 +154,7 @@ class MixerWeights:
     conv_bias: Tensor | None  # likewise
     norm: Tensor  # [num_heads * v_dim]
     norm_eps: float
+    has_whole_norm: bool  # the module's own weight has as many features; else they are repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class StackPair:
 
 def projected_sizes(spec: MixerSpec) -> tuple[int, int, int, int]:
     """Columns of q, k and v together, of z, of b and of a in what the kernels keep of a projection. Those of b and a
-    are filled up to whole panels."""
+    are filled up to whole panels; with all in one linear there is no b."""
     panel = BAND // 2
     gate_size = -(-spec.num_heads // panel) * panel
     return spec.channels, spec.size, 0 if spec.layout is Layout.TOGETHER else gate_size, gate_size

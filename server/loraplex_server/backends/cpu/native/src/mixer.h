@@ -29,14 +29,14 @@ struct LpMixer {
   LpLinear recurrence;    // its sizes and form; what is left is of a step
   // Of a step:
   void* conv_states;  // [places][width - 1][channels]
-  void* projected;    // [num_tokens][convolved channels; z; b; a] that the caller reads; null: nobody does
+  void* projected;    // [num_tokens][channels; z; b; a] that the caller reads, see MixerShape; null: nobody does
   void* convolved;    // [num_tokens][channels]
 };
 }
 
 namespace lp {
 
-// The outputs of a mixer's linears.
+// The outputs of a mixer's linears, as `Layout` in layers/mixers.py.
 enum Layout : int32_t {
   APART,         // q, k and v; z; b; a: a linear each
   BY_KEY_HEADS,  // q, k, v and z of each head of keys; b and a of each
@@ -109,8 +109,8 @@ struct MixerShape {
     int64_t first, width;
   };
 
-  // Outputs lie part by part, and those of the second head of keys behind all parts of the first one. `first`: of a part's
-  // columns for the first head, which those of the others follow.
+  // Outputs lie group by group, each of a head of keys or, TOGETHER, a single one, and in a group part by part. The columns of
+  // a part are those of the first group, then those of the second one.
   template <class Body>
   static void split(int64_t output, int width, std::initializer_list<Part> parts, const Body& body) {
     int64_t of_key = 0;

@@ -225,7 +225,7 @@ class StackRun {
   bool ends_in(int layer) const { return !has_token_mixer(stack_.layers[layer]) && (layer > 0 || !step_.continues); }
 
   // The input of that part.
-  void feed_mixer(const LpLayer& layer) { feed(normalize(layer.norm1, layer.eps)); }
+  void feed_own_part(const LpLayer& layer) { feed(normalize(layer.norm1, layer.eps)); }
 
   // The end of a layer whose feed-forward part the caller computed.
   void add_fed(const LpLayer& layer) { add_whole_rows(fed(), layer.ffn_norm, layer.eps); }
@@ -502,7 +502,7 @@ class StackRun {
         });
   }
 
-  // A mixer's recurrence, and the norms with gates behind it: those of heads at once.
+  // A mixer's recurrence and its gated norms: those of single heads right behind a head, others behind all heads.
   void recur(const LpMixer& mixer) {
     const MixerShape shape{mixer};
     const bool norms_heads = mixer.norm_size == mixer.recurrence.v_dim, rounds = mixer.recurrence.rounds != 0;
@@ -517,7 +517,7 @@ class StackRun {
     });
   }
 
-  // Features of scratch.mixed from `first` on, as many as a norm goes over.
+  // One gated norm, of the features from `first` on, to scratch.mixed.
   void norm_recurred(const LpMixer& mixer, int64_t token, int64_t first) {
     const MixerShape shape{mixer};
     const bool rounds = mixer.recurrence.rounds != 0;
@@ -773,7 +773,7 @@ __attribute__((visibility("default"))) void lp_stack_run(lp::Pool* pool, const L
   if (step->fed != nullptr && !step->continues) run.add_fed(stack->layers[-1]);
   for (int i = 0; i < stack->num_layers; i++) {
     const LpLayer& layer = stack->layers[i];
-    if (run.ends_in(i)) return run.feed_mixer(layer);
+    if (run.ends_in(i)) return run.feed_own_part(layer);
     if (layer.qkv != nullptr) {
       run.before_attention(layer);
       if (i + 1 == stack->num_layers && step->outputs != nullptr) {
