@@ -1,4 +1,4 @@
-"""Mixers that back ends compute as a whole: which modules have a spec, and what it says."""
+"""Specs of mixers: modules that have one, sizes, recurrences."""
 
 from __future__ import annotations
 
